@@ -1,0 +1,1 @@
+"""What a private step costs: time and memory, beside plain PyTorch and Opacus."""

@@ -1,0 +1,179 @@
+"""How it is measured: steps in turn within one process, peak memory in a process of its own."""
+
+import gc
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from benchmarks.contenders import CONTENDERS, LEARNING_RATE, NOISE, Contender, naive_gradient
+from benchmarks.problems import SEED, Problem
+
+Step = Callable[[], None]
+WARMUP = 2  # rounds
+MEMORY_STEPS = 2
+CHECK_BATCH = 32
+
+
+def synchronize(device: str) -> None:
+    """Wait for a GPU's queue to empty."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def prepare(name: str, problem: Problem, batch: int, device: str, noise: float) -> Contender:
+    """A contender on a fresh model and the fixed batch."""
+    return CONTENDERS[name](problem.model(device), *problem.data(batch, device), noise)
+
+
+def reason(error: BaseException) -> str:
+    """Why a contender does not run, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def disagreement(name: str, problem: Problem, batch: int, device: str) -> float:
+    """Relative distance of a noiseless step from the naive one, on a part of the batch."""
+    batch = min(batch, CHECK_BATCH)
+    model, (x, y) = problem.model(device), problem.data(batch, device)
+    expected = naive_gradient(model, x, y)
+    parameters = list(model.parameters())
+    before = torch.cat([p.detach().flatten() for p in parameters])
+    CONTENDERS[name](model, x, y, 0.0).step()
+    after = torch.cat([p.detach().flatten() for p in parameters])
+    return float(((before - after) / LEARNING_RATE - expected).norm() / expected.norm())
+
+
+class Bystanders:
+    """The share of the machine's processors that other processes use meanwhile."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        all_times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = all_times.idle + getattr(all_times, "iowait", 0.0)
+        busy = all_times.user + all_times.system + getattr(all_times, "nice", 0.0)
+        return busy - own.user - own.system, busy + idle
+
+    def share(self) -> float:
+        """Between 0 and 1, since this object was made."""
+        others, total = (b - a for a, b in zip(self._start, self._read(), strict=True))
+        return max(0.0, others / total) if total > 0 else 0.0
+
+
+def interleave(
+    steps: dict[str, Step], device: str, seconds: float, repeats: int | None
+) -> dict[str, list[float]]:
+    """Milliseconds of every step, round by round; each round runs all steps in a shuffled order.
+
+    The machine's moods thus fall on all contenders alike. Without `repeats`, as many rounds as
+    fit into `seconds`, but 5 to 50.
+    """
+    order = list(steps)
+    shuffle = random.Random(SEED).shuffle
+
+    def run_round() -> dict[str, float]:
+        shuffle(order)
+        taken = {}
+        for name in order:
+            synchronize(device)
+            start = time.perf_counter()
+            steps[name]()
+            synchronize(device)
+            taken[name] = 1e3 * (time.perf_counter() - start)
+        return taken
+
+    for _ in range(WARMUP):
+        last = run_round()
+    rounds = repeats or min(50, max(5, int(1e3 * seconds / sum(last.values()))))
+    results = [run_round() for _ in range(rounds)]
+    return {name: [taken[name] for taken in results] for name in steps}
+
+
+def peak_memory(
+    model: str, contender: str, batch: int, device: str, threads: int
+) -> dict[str, Any]:
+    """Peak bytes of a contender's first steps, measured in a fresh process."""
+    command = [sys.executable, "-m", __spec__.name, model, contender]
+    command += [str(batch), device, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"reason": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _sampled_peak(run: Step) -> int:
+    """Largest resident size seen by a thread that looks every millisecond."""
+    process, done, peak = psutil.Process(), threading.Event(), 0
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(1e-3):
+            peak = max(peak, int(process.memory_info().rss))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        run()
+    finally:
+        done.set()
+        watcher.join()
+    return max(peak, int(process.memory_info().rss))
+
+
+def _peak_of(run: Step, device: str) -> dict[str, Any]:
+    """Bytes in use before `run` and at its peak, and where the numbers come from."""
+    gc.collect()
+    if device == "cuda":
+        synchronize(device)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        synchronize(device)
+        peak, source = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
+    else:
+        before = psutil.Process().memory_info().rss
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        except OSError:
+            peak, source = _sampled_peak(run), "resident size sampled every millisecond"
+        else:
+            run()
+            status = Path("/proc/self/status").read_text()
+            peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+            source = "VmHWM, reset before the first step"
+    return {"before": before, "peak": peak, "above": peak - before, "source": source}
+
+
+def _main(model: str, contender: str, batch: str, device: str, threads: str) -> None:
+    """Print one contender's memory: level with model and data in place, then two steps."""
+    from benchmarks.problems import PROBLEMS
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(int(threads))
+    problem = PROBLEMS[model]
+    # A step of two samples first, so that loading code does not count as the step's memory.
+    prepare(contender, problem, 2, device, NOISE).step()
+    network, data = problem.model(device), problem.data(int(batch), device)
+
+    def run() -> None:
+        step = CONTENDERS[contender](network, *data, NOISE).step
+        for _ in range(MEMORY_STEPS):
+            step()
+
+    print(json.dumps(_peak_of(run, device)))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

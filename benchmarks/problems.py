@@ -1,0 +1,48 @@
+"""The models of the benchmark, each with synthetic data of a fixed seed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpspan.models import MLP, PaperCNN, ResNet20, TransformerEncoder
+
+SEED = 0
+VOCABULARY = 10_000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, the shape of one sample and the batch size of one step."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+    classes: int = 10
+    vocabulary: int | None = None  # token ids below it instead of images
+
+    def model(self, device: str) -> nn.Module:
+        """The model; every call gives the same initial weights."""
+        torch.manual_seed(SEED)
+        return self.build().to(device).train()
+
+    def data(self, batch: int, device: str) -> tuple[Tensor, Tensor]:
+        """A batch of inputs and labels."""
+        generator = torch.Generator().manual_seed(SEED)
+        if self.vocabulary is None:
+            x = torch.randn(batch, *self.shape, generator=generator)
+        else:
+            x = torch.randint(self.vocabulary, (batch, *self.shape), generator=generator)
+        y = torch.randint(self.classes, (batch,), generator=generator)
+        return x.to(device), y.to(device)
+
+
+PROBLEMS = {
+    "mlp": Problem(MLP, (1, 28, 28), batch=256),
+    "cnn": Problem(PaperCNN, (1, 28, 28), batch=250),
+    "resnet20": Problem(ResNet20, (3, 32, 32), batch=256),
+    "transformer": Problem(
+        lambda: TransformerEncoder(VOCABULARY), (64,), batch=64, classes=2, vocabulary=VOCABULARY
+    ),
+}

@@ -1,0 +1,331 @@
+"""Records what per-sample gradients are made of while the user's own loop runs.
+
+Each trainable layer's input is noted in the forward pass and the gradient of its output in the
+backward pass; together they give the layer's per-sample gradients (see `layers`). The layer's
+parameters are hidden from autograd while the layer runs, so autograd never computes the summed
+weight gradients that private training would throw away. It follows that *any* gradient which does
+reach a parameter came by a way the capture does not see: that is an error, never silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from dpspan.errors import CaptureError
+from dpspan.gradients import PerSampleGradients
+from dpspan.layers import Rule, rule_for
+from dpspan.layers.generic import per_sample_forward
+from dpspan.layers.terms import Rows, Term
+
+
+class Capture:
+    """Hooks on a model; `expect(n)` arms them for one batch, `collect()` returns its gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._expected: int | None = None
+        self._discard = False
+        self._inside_generic = False
+        self._batch = 0  # tells a late backward pass from one that belongs to this batch
+        self._heard = False
+        self._terms: dict[nn.Parameter, list[Term]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._generic: list[nn.Module] = []
+        self._anchors: dict[torch.device, Tensor] = {}
+        for parameter, name in self._names.items():
+            self._handles.append(parameter.register_hook(self._escape(name)))
+        self._attach("", model, set())
+
+    # -- the life of a capture ------------------------------------------------------------------
+
+    def expect(self, samples: int, *, discard: bool = False) -> None:
+        """Arm the hooks for a batch of `samples`; `discard` drops what it brings (a placeholder)."""
+        self._forget()
+        self._expected, self._discard = samples, discard
+
+    def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
+        """The per-sample gradients of the expected batch, times `scale`; disarms the hooks."""
+        if self._expected is None:
+            raise CaptureError("No batch is expected: draw one from the private loader first.")
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter not in self._names:
+                raise CaptureError(
+                    f"Parameter '{name}' became trainable after the model was made private, so its "
+                    "gradients are not clipped. Unfreeze it before make_private."
+                )
+        samples = 0 if self._discard else self._expected
+        if samples > 0 and not self._heard:
+            raise CaptureError(
+                f"No gradient was recorded for the batch of {samples} samples. Call the model on "
+                "the batch with gradients enabled and loss.backward() before optimizer.step()."
+            )
+        shapes = {name: p.shape for p, name in self._names.items() if p.requires_grad}
+        terms = {self._names[p]: terms for p, terms in self._terms.items()}
+        like = next(iter(self._names), torch.empty(0))
+        self._forget()
+        return PerSampleGradients(shapes, terms, samples, like=like.detach(), scale=scale)
+
+    def _forget(self) -> None:
+        self._expected, self._discard, self._heard = None, False, False
+        self._batch += 1
+        self._terms = {}
+
+    def remove(self) -> None:
+        """Take every hook off again; the model is as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._generic:
+            del module.forward
+        self._handles, self._generic = [], []
+        self._forget()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    @property
+    def active(self) -> bool:
+        """Whether a forward pass would be recorded now."""
+        return (
+            self._expected is not None and not self._inside_generic and torch.is_grad_enabled()
+        )
+
+    # -- attaching ------------------------------------------------------------------------------
+
+    def _attach(self, path: str, module: nn.Module, seen: set[nn.Module]) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        own = [p for p in module.parameters(recurse=False) if p in self._names]
+        rule = rule_for(module)
+        if own and rule is None:
+            # Its forward may use its own and its children's parameters in any way, so torch.func
+            # takes the whole subtree.
+            module.forward = _Forward(self, path, module)
+            self._generic.append(module)
+            return
+        if own and rule is not None:
+            layer = _Layer(self, path, module, rule)
+            self._handles += [
+                module.register_forward_pre_hook(Hook(layer.hide)),
+                # Before any hook of the user's, which may replace the output; and always, since
+                # the parameters must come back even if the forward pass fails.
+                module.register_forward_hook(
+                    Hook(layer.record), prepend=True, with_kwargs=True, always_call=True
+                ),
+            ]
+        for name, child in module.named_children():
+            self._attach(f"{path}.{name}" if path else name, child, seen)
+
+    def _escape(self, name: str) -> Callable[[Tensor], None]:
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def escaped(_: Tensor) -> None:
+            if self._expected is None:
+                raise CaptureError(
+                    f"A gradient reached '{name}' outside a private step. Draw a batch from the "
+                    "private loader first, or evaluate under torch.no_grad()."
+                )
+            raise CaptureError(
+                f"Parameter '{name}' takes part in the loss outside its own module's forward (for "
+                "example F.linear(x, module.weight)), so its per-sample gradient is unknown. Call "
+                "the module itself, or move the computation into one nn.Module that owns the "
+                "parameter."
+            )
+
+        return escaped
+
+    # -- recording ------------------------------------------------------------------------------
+
+    def listen(
+        self, output: Tensor, path: str, receive: Callable[[Tensor], None]
+    ) -> Tensor:
+        """`output`, arranged so that `receive` gets its gradient in the backward pass."""
+        batch = self._batch
+
+        def heard(grad: Tensor) -> None:
+            if batch != self._batch:
+                raise CaptureError(
+                    f"backward() reached '{path}' after its batch was finished. Call backward() "
+                    "once per batch, before optimizer.step()."
+                )
+            self._heard = True
+            if not self._discard:
+                with torch.no_grad():
+                    receive(grad)
+
+        if output.requires_grad:
+            output.register_hook(heard)
+            return output
+        # The first trainable layer: nothing before it needs a gradient, so nothing else would
+        # ask autograd for the gradient of its output.
+        anchor = self._anchors.setdefault(
+            output.device, torch.zeros((), device=output.device, requires_grad=True)
+        )
+        tapped: Tensor = _Tap.apply(anchor, output, heard)
+        return tapped
+
+    def add(self, parameter: nn.Parameter, term: Term, path: str) -> None:
+        """Add one term to a parameter's per-sample gradients."""
+        if term.samples != self._expected:
+            raise CaptureError(
+                f"Layer '{path}' saw {term.samples} samples, the batch has {self._expected}. The "
+                "first dimension of every layer's input must be the batch (batch_first=True; no "
+                "reshape that folds other dimensions into it)."
+            )
+        terms = self._terms.setdefault(parameter, [])
+        if terms and isinstance(terms[-1], Rows) and isinstance(term, Rows):
+            terms[-1] = Rows(terms[-1].values + term.values)
+        else:
+            terms.append(term)
+
+    @property
+    def samples(self) -> int:
+        """Size of the expected batch."""
+        assert self._expected is not None
+        return self._expected
+
+    @contextmanager
+    def inside_generic(self) -> Iterator[None]:
+        """While torch.func runs a module, the hooks of its children keep still."""
+        self._inside_generic = True
+        try:
+            yield
+        finally:
+            self._inside_generic = False
+
+
+class _Layer:
+    """The hooks of one module that has a rule."""
+
+    def __init__(self, capture: Capture, path: str, module: nn.Module, rule: Rule) -> None:
+        self._capture, self._path, self._module, self._rule = capture, path, module, rule
+        self._hidden: dict[str, nn.Parameter] | None = None
+
+    def hide(self, module: nn.Module, _: Any) -> None:
+        if self._capture.active:
+            own = dict(module.named_parameters(recurse=False))
+            self._hidden = {name: p for name, p in own.items() if p.requires_grad}
+            for parameter in self._hidden.values():
+                parameter.requires_grad_(False)
+
+    def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            return None
+        for parameter in hidden.values():
+            parameter.requires_grad_(True)
+        if not isinstance(output, Tensor):  # the forward pass failed
+            return None
+        x: Tensor = (args[0] if args else kwargs["input"]).detach()
+        if x.shape[0] == 1 and self._capture.samples != 1:
+            # An input that all samples share (position ids of shape (1, T)): given one copy of
+            # the output each, their gradients arrive apart.
+            x = x.expand(self._capture.samples, *x.shape[1:])
+            output = output.expand(self._capture.samples, *output.shape[1:])
+        version = x._version
+
+        def receive(grad: Tensor) -> None:
+            if x._version != version:
+                raise CaptureError(
+                    f"The input of '{self._path}' was modified in place after the layer used it. "
+                    "Use the out-of-place form of that operation."
+                )
+            for name, term in self._rule(module, x, grad):
+                if name in hidden:
+                    self._capture.add(hidden[name], term, self._path)
+
+        return self._capture.listen(output, self._path, receive)
+
+
+class _Forward:
+    """Stands in for the forward of a module that has no rule; undone by `del module.forward`."""
+
+    def __init__(self, capture: Capture, path: str, module: nn.Module) -> None:
+        self._capture, self._path, self._module = capture, path, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original = type(self._module).forward
+        if not self._capture.active:
+            return original(self._module, *args, **kwargs)
+        capture, samples = self._capture, self._capture.samples
+        trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        if samples == 0:  # nothing to vectorise over, and no gradient to record
+            with capture.inside_generic(), torch.no_grad():
+                return original(self._module, *args, **kwargs)
+        copies = {
+            name: capture.listen(
+                parameter.detach().expand(samples, *parameter.shape),
+                self._path,
+                lambda grad, p=parameter: capture.add(p, Rows(grad), self._path),  # type: ignore[misc]
+            )
+            for name, parameter in trainable.items()
+        }
+        with capture.inside_generic():
+            try:
+                return per_sample_forward(self._module, copies, samples, args, kwargs)
+            except (RuntimeError, ValueError) as error:
+                raise CaptureError(
+                    f"Module '{self._path}' ({type(self._module).__name__}) has parameters but no "
+                    f"per-sample rule, and torch.func cannot vectorise it: {error} Build it from "
+                    "layers with a rule (Linear, Conv, Embedding, norms), freeze it, or try "
+                    "dpspan.fix(model)."
+                ) from error
+
+    # A copy of the model is an ordinary model: its forward is its class's again.
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        return _own_forward(memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._module,)
+
+
+def _own_forward(module: nn.Module) -> MethodType:
+    return MethodType(type(module).forward, module)
+
+
+class Hook:
+    """A hook that stays behind when the model is copied or pickled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, with an ear on its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, heard: Callable[[Tensor], None]) -> Tensor:
+        ctx.heard = heard
+        return x.data  # not a view: the layers behind may work in place on it
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.heard(grad)
+        return None, None, None

@@ -1,0 +1,404 @@
+"""PrivacyEngine: the front door. Takes a model, an optimizer and a data loader, gives them back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
+from torch import Generator, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpspan.certificate import certificate, write_certificate
+from dpspan.checkpoint import load_file, save_file
+from dpspan.criterion import check_reduction, watch
+from dpspan.ledger import Budget, Ledger, calibrate_event, step_event
+from dpspan.mechanisms import DPSGD, Mechanism, Method
+from dpspan.noise import Noise
+from dpspan.private_step import PrivateStep
+from dpspan.sampling import Draw, PartitionDraw, PoissonDraw, PrivateLoader, sample_rate_of
+from dpspan.validation import validate
+
+_logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class PrivacyEngine:
+    """Makes one training run differentially private and keeps its books.
+
+    `ledger` shares a budget with other releases from the same data. `debug_seed` fixes noise and
+    sampling; the certificate then says that the run is not private.
+    """
+
+    def __init__(
+        self,
+        *,
+        accountant: str = "pld",
+        ledger: Ledger | None = None,
+        debug_seed: int | None = None,
+    ) -> None:
+        self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
+        self._debug_seed = debug_seed
+        if debug_seed is not None:
+            self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
+        self._run: _Run | None = None
+
+    def make_private(
+        self,
+        *,
+        module: Model,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        method: Method | None = None,
+        max_grad_norm: float | None = None,
+        criterion: nn.Module | None = None,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        max_physical_batch_size: int | None = None,
+        non_private: bool = False,
+    ) -> tuple[Model, Optimizer, PrivateLoader]:
+        """Train with this noise multiplier z.
+
+        z means the same for every method: one step is one Gaussian mechanism of that noise
+        multiplier on a Poisson sample. The model and the optimizer come back as they are, with
+        hooks; the loader is a new one.
+
+        Args:
+            module: the model; its trainable parameters are all released together.
+            optimizer: any torch optimizer over parameters of the model.
+            data_loader: a map-style DataLoader; its batch size is the expected batch size L.
+            noise_multiplier: z; 0 only with `non_private=True`.
+            method: how a step uses the gradients; `DPSGD()` by default.
+            max_grad_norm: the clip, where the method does not state it.
+            criterion: the loss module, if there is one, to check that it keeps samples apart.
+            loss_reduction: 'mean' or 'sum', how the loss you call backward() on treats the batch.
+            poisson_sampling: False assigns each record to one batch per epoch instead; an epoch
+                then costs one Gaussian without amplification by sampling.
+            sample_rate: q, if not batch size / dataset size; a public constant.
+            expected_batch_size: L, if not the loader's batch size; a public constant.
+            max_physical_batch_size: most samples to process at once.
+            non_private: allow noise_multiplier = 0.
+        """
+        draw = self._draw(data_loader, poisson_sampling, sample_rate)
+        return self._start(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            method=_with_clip(method, max_grad_norm),
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            draw=draw,
+            expected_batch_size=expected_batch_size,
+            max_physical_batch_size=max_physical_batch_size,
+            non_private=non_private,
+        )
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: Model,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        method: Method | None = None,
+        max_grad_norm: float | None = None,
+        criterion: nn.Module | None = None,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        max_physical_batch_size: int | None = None,
+    ) -> tuple[Model, Optimizer, PrivateLoader]:
+        """Train for `epochs` epochs within (target_epsilon, target_delta), and stop there.
+
+        The noise multiplier is the smallest that keeps the whole run, together with what the
+        ledger already holds, within the target. A step beyond it raises `BudgetExceeded` before
+        anything is released. The other arguments are those of `make_private`.
+        """
+        budget = Budget(epsilon=target_epsilon, delta=target_delta)
+        if not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
+        draw = self._draw(data_loader, poisson_sampling, sample_rate)
+        events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
+        noise_multiplier = calibrate_event(
+            lambda z: _event(draw, z), events, budget, spent=self.ledger
+        )
+        if self.ledger.budget is None:
+            self.ledger.budget = budget
+        result = self._start(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            method=_with_clip(method, max_grad_norm),
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            draw=draw,
+            expected_batch_size=expected_batch_size,
+            max_physical_batch_size=max_physical_batch_size,
+            non_private=False,
+        )
+        self.ledger.reserve(_event(draw, noise_multiplier), events)
+        return result
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """ε spent so far at δ (by default the budget's δ)."""
+        return self.ledger.epsilon(delta)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z of the run."""
+        return self._running().noise_multiplier
+
+    def certificate(self, delta: float | None = None) -> dict[str, Any]:
+        """What was spent and how, as a JSON document."""
+        return certificate(self.ledger, delta=delta, training=self._running().description)
+
+    def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
+        """Write `certificate()` to a file."""
+        return write_certificate(path, self.certificate(delta))
+
+    def note_unprivate(self, what: str) -> None:
+        """Put on record that something computed from private data without noise was looked at."""
+        self.ledger.warn(f"unprivate: {what}")
+
+    # -- saving and resuming --------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger, where the sampler stands and the method's state; never a noise generator."""
+        run = self._running()
+        return {
+            "format": "dpspan.engine.1",
+            "run": run.description,
+            "ledger": self.ledger.state_dict(),
+            "loader": run.loader.state_dict(),
+            "mechanism": run.mechanism.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; the engine must have been set up in the same way."""
+        run = self._running()
+        expected = {"format", "run", "ledger", "loader", "mechanism"}
+        if not isinstance(state, dict) or set(state) != expected:
+            raise ValueError(f"Expected an engine state with the keys {sorted(expected)}.")
+        if state["format"] != "dpspan.engine.1":
+            raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
+        mine, theirs = run.description, state["run"]
+        different = [key for key in mine if theirs.get(key) != mine[key]]
+        if different:
+            raise ValueError(
+                "The state does not fit this run: "
+                + "; ".join(f"{key} is {theirs.get(key)!r} there, {mine[key]!r} here"
+                            for key in different)
+                + ". Set the engine up as it was when the state was saved."
+            )
+        before = run.loader.state_dict()
+        run.loader.load_state_dict(state["loader"])
+        try:
+            self.ledger.load_state_dict(state["ledger"])
+        except Exception:
+            run.loader.load_state_dict(before)
+            raise
+        run.mechanism.load_state_dict(state["mechanism"])
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+    ) -> Path:
+        """Write engine, model, optimizer and `checkpoint_dict` to one file, all or nothing."""
+        return save_file(
+            path,
+            {
+                "engine": self.state_dict(),
+                "module": module.state_dict(),
+                "optimizer": None if optimizer is None else optimizer.state_dict(),
+                "checkpoint_dict": checkpoint_dict or {},
+            },
+        )
+
+    def load_checkpoint(
+        self, path: str | Path, *, module: nn.Module, optimizer: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Restore `save_checkpoint` into a run that was set up in the same way."""
+        content = load_file(path, {"engine", "module", "optimizer", "checkpoint_dict"})
+        if optimizer is not None and content["optimizer"] is None:
+            raise ValueError(f"{path} holds no optimizer state: load it without optimizer=.")
+        # The books first: weights must never be restored without what they cost.
+        self.load_state_dict(content["engine"])
+        module.load_state_dict(content["module"])
+        if optimizer is not None:
+            optimizer.load_state_dict(content["optimizer"])
+        extra: dict[str, Any] = content["checkpoint_dict"]
+        return extra
+
+    def detach(self) -> None:
+        """Take every hook off the model, the optimizer and the criterion; training is over."""
+        if self._run is not None:
+            self._run.remove()
+
+    # -- setting up -----------------------------------------------------------------------------
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("No training run yet: call make_private first.")
+        return self._run
+
+    def _draw(
+        self, loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None
+    ) -> Draw:
+        q = sample_rate_of(loader) if sample_rate is None else sample_rate
+        records = len(loader.dataset)  # type: ignore[arg-type]
+        poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
+        if poisson_sampling:
+            return poisson
+        return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
+
+    def _start(
+        self,
+        *,
+        module: Model,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        method: Method,
+        criterion: nn.Module | None,
+        loss_reduction: str,
+        draw: Draw,
+        expected_batch_size: float | None,
+        max_physical_batch_size: int | None,
+        non_private: bool,
+    ) -> tuple[Model, Optimizer, PrivateLoader]:
+        if self._run is not None:
+            raise RuntimeError(
+                "This engine already trains a model. Make another one with ledger=engine.ledger, "
+                "so that both spend from the same budget."
+            )
+        _check_noise(noise_multiplier, non_private)
+        check_reduction(criterion, loss_reduction)
+        validate(module)
+        _check_optimizer(optimizer, module)
+        lot_size = float(expected_batch_size or data_loader.batch_size or 0)
+        if not 0 < lot_size < math.inf:
+            raise ValueError(f"Expected expected_batch_size > 0, got {expected_batch_size}.")
+
+        seed = self._debug_seed
+        loader = PrivateLoader.from_data_loader(
+            data_loader,
+            draw,
+            max_physical_batch_size=max_physical_batch_size,
+            generator=None if seed is None else Generator().manual_seed(seed),
+        )
+        mechanism = method.bind(module)
+        charged_epochs: set[int] = set()
+
+        def event() -> DpEvent | None:
+            if isinstance(draw, PartitionDraw):  # one event per epoch, before its first release
+                if loader.epoch in charged_epochs:
+                    return None
+                charged_epochs.add(loader.epoch)
+            return _event(draw, noise_multiplier)
+
+        step = PrivateStep(
+            module=module,
+            optimizer=optimizer,
+            mechanism=mechanism,
+            noise=Noise(None if seed is None else seed + 1),
+            noise_multiplier=noise_multiplier,
+            lot_size=lot_size,
+            mean_loss=loss_reduction == "mean",
+            ledger=self.ledger,
+            event=event,
+        )
+        loader.on_piece = step.on_piece
+        if isinstance(draw, PartitionDraw):
+            self.ledger.warn(
+                "batches were a partition of the data, not Poisson samples: each epoch is accounted "
+                "as one Gaussian mechanism without amplification"
+            )
+        if noise_multiplier == 0:
+            self.ledger.invalidate("noise_multiplier is 0")
+        description = {
+            **method.describe(),
+            "noise_multiplier": noise_multiplier,
+            "sampling": repr(draw),
+            "expected_batch_size": lot_size,
+            "loss_reduction": loss_reduction,
+            "model": type(module).__name__,
+            "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        }
+        handle = None if criterion is None else watch(criterion, loss_reduction)
+        self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
+        _logger.info("dpspan: %s", description)
+        return module, optimizer, loader
+
+
+class _Run:
+    """What belongs to one training run."""
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        description: dict[str, Any],
+        loader: PrivateLoader,
+        mechanism: Mechanism,
+        step: PrivateStep,
+        criterion_hook: Any,
+    ) -> None:
+        self.noise_multiplier = noise_multiplier
+        self.description = description
+        self.loader = loader
+        self.mechanism = mechanism
+        self._step = step
+        self._criterion_hook = criterion_hook
+
+    def remove(self) -> None:
+        self._step.remove()
+        if self._criterion_hook is not None:
+            self._criterion_hook.remove()
+
+
+def _event(draw: Draw, noise_multiplier: float) -> DpEvent:
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    if isinstance(draw, PoissonDraw):
+        return step_event(noise_multiplier, draw.sample_rate)
+    return GaussianDpEvent(noise_multiplier)
+
+
+def _with_clip(method: Method | None, max_grad_norm: float | None) -> Method:
+    method = DPSGD() if method is None else method
+    return method if max_grad_norm is None else method.with_clip(max_grad_norm)
+
+
+def _check_noise(noise_multiplier: float, non_private: bool) -> None:
+    if not 0 <= noise_multiplier < math.inf:
+        raise ValueError(f"Expected noise_multiplier >= 0, got {noise_multiplier}.")
+    if noise_multiplier == 0 and not non_private:
+        raise ValueError(
+            "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
+            "non_private=True; the certificate will say so."
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    known = set(module.parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        if any(parameter not in known for parameter in group["params"]):
+            raise ValueError(
+                f"Parameter group {index} of the optimizer holds a parameter that is not part of "
+                "the model. Build the optimizer from model.parameters() (after dpspan.fix)."
+            )

@@ -1,0 +1,171 @@
+"""The per-sample gradients of a batch as an operator: the rows of J, without J.
+
+No method in this library needs the n × p matrix itself, only norms, inner products and weighted
+sums of its rows. Each is computed parameter by parameter, in the memory of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpspan.layers.linear import Outer
+from dpspan.layers.terms import Rows, Sum, Term, blocks
+from dpspan.numerics import full_precision, unit_roundoff
+
+
+class PerSampleGradients:
+    """J: one gradient per sample over named parameters. Parameters that took no part are zero."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        terms: Mapping[str, Sequence[Term]],
+        samples: int,
+        *,
+        like: Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.samples = samples
+        self._terms = {
+            name: _total(terms[name], shape.numel())
+            for name, shape in shapes.items()
+            if terms.get(name)
+        }
+        self._like = full_precision(like[:0])
+        self._scale = scale
+
+    def norms(self) -> Tensor:
+        """Norm of each sample's gradient, (n,) float64."""
+        squares = [term.squared_norms().value for term in self._terms.values()]
+        return self._scale * self._sum(squares).sqrt()
+
+    def norm_bounds(self) -> Tensor:
+        """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64.
+
+        They exceed `norms()` by rounding only, and cover all of it (see `numerics`): a clip factor
+        computed from them clips. A gradient that is not finite has a bound that is not finite.
+        """
+        squares = [term.squared_norms().bound for term in self._terms.values()]
+        margin = 1 + 16 * unit_roundoff(self._like)
+        return self._scale * margin * self._sum(squares).sqrt()
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """wᵀJ, a weighted sum of the gradients, by parameter.
+
+        A sample of weight zero adds nothing, even if its gradient is not finite.
+        """
+        if weights.shape != (self.samples,):
+            raise ValueError(
+                f"Expected one weight per sample, shape ({self.samples},), "
+                f"got {tuple(weights.shape)}."
+            )
+        weights = (weights * self._scale).to(self._like)
+        return {
+            name: self._terms[name].combine(weights).view(shape)
+            if name in self._terms
+            else self._like.new_zeros(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def gram(
+        self, other: PerSampleGradients, groups: Sequence[Collection[str]] | None = None
+    ) -> Tensor:
+        """J Hᵀ, inner products with the gradients of `other`, (n, m) float64.
+
+        With `groups` of parameter names: one matrix per group, (len(groups), n, m).
+        """
+        if self.shapes != other.shapes:
+            raise ValueError("Expected gradients of the same parameters on both sides.")
+        names = [list(self.shapes)] if groups is None else [list(group) for group in groups]
+        unknown = [name for group in names for name in group if name not in self.shapes]
+        if unknown:
+            raise ValueError(f"Expected names of trainable parameters in groups, got {unknown}.")
+        total = torch.zeros(
+            len(names), self.samples, other.samples, dtype=torch.float64, device=self._like.device
+        )
+        for index, group in enumerate(names):
+            for name in group:
+                if name in self._terms and name in other._terms:
+                    total[index] += _inner(self._terms[name], other._terms[name])
+        total *= self._scale * other._scale
+        return total[0] if groups is None else total
+
+    def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> PerSampleGradients:
+        """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
+
+        `carriers[name]` is (L, R), L of shape (d_out, r) and R of shape (r, d_in) for a weight
+        seen as a d_out × d_in matrix. The result has the parameters 'name:left' and 'name:right'
+        in place of 'name'; what is not carried stays as it is.
+        """
+        shapes: dict[str, torch.Size] = {}
+        terms: dict[str, list[Term]] = {}
+        for name, shape in self.shapes.items():
+            if name not in carriers:
+                shapes[name] = shape
+                terms[name] = [self._terms[name]] if name in self._terms else []
+                continue
+            left, right = carriers[name]
+            _check_carriers(name, shape, left, right)
+            shapes[f"{name}:left"], shapes[f"{name}:right"] = left.shape, right.shape
+            if name in self._terms:
+                small = self._terms[name].compress(left.to(self._like), right.to(self._like))
+                terms[f"{name}:left"], terms[f"{name}:right"] = ([Rows(part)] for part in small)
+        unknown = set(carriers) - set(self.shapes)
+        if unknown:
+            raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
+        return PerSampleGradients(shapes, terms, self.samples, like=self._like, scale=self._scale)
+
+    def matrix(self) -> Tensor:
+        """The rows themselves, (n, p), parameters in the order of `shapes`."""
+        columns = [
+            self._terms[name].rows(0, self.samples)
+            if name in self._terms
+            else self._like.new_zeros(self.samples, shape.numel())
+            for name, shape in self.shapes.items()
+        ]
+        return self._scale * torch.cat(columns, dim=1)
+
+    def _sum(self, parts: Sequence[Tensor]) -> Tensor:
+        zero = torch.zeros(self.samples, dtype=torch.float64, device=self._like.device)
+        return torch.stack([zero, *parts]).sum(0)
+
+
+def _total(terms: Sequence[Term], row_size: int) -> Term:
+    """The sum of a parameter's terms as one term."""
+    if len(terms) == 1:
+        return terms[0]
+    outers = [term for term in terms if isinstance(term, Outer)]
+    if len(outers) == len(terms):  # a linear layer called several times is one longer sequence
+        return Outer(
+            torch.cat([term.a for term in outers], dim=1),
+            torch.cat([term.b for term in outers], dim=1),
+        )
+    return Sum(terms, row_size)
+
+
+def _inner(term: Term, other: Term) -> Tensor:
+    """Inner products of the rows of two terms of the same parameter."""
+    by_kernel = term.kernel(other)
+    if by_kernel is not None:
+        return by_kernel
+    rows = other.rows(0, other.samples)
+    return torch.cat(
+        [
+            term.rows(start, stop) @ rows.T
+            for start, stop in blocks(term.samples, rows.shape[1], rows)
+        ]
+    )
+
+
+def _check_carriers(name: str, shape: torch.Size, left: Tensor, right: Tensor) -> None:
+    d_out, d_in = shape[0], shape[1:].numel()
+    expected = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]
+    if not expected or (left.shape[0], right.shape[1]) != (d_out, d_in):
+        raise ValueError(
+            f"Expected carriers of shapes ({d_out}, r) and (r, {d_in}) for '{name}', "
+            f"got {tuple(left.shape)} and {tuple(right.shape)}."
+        )

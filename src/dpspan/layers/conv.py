@@ -1,0 +1,165 @@
+"""nn.Conv1d, Conv2d and Conv3d with groups, stride, dilation and every padding mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpspan.layers.linear import Outer
+from dpspan.layers.terms import (
+    Rows,
+    Term,
+    blocks,
+    compact,
+    compress_rows,
+    instantiated_norms,
+    without_zero_weights,
+)
+from dpspan.numerics import Squared, full_precision, squared_norms
+
+# Below this many input channels a group is too thin for the grouped convolution to vectorise.
+_GROUPED_CONVOLUTION_CHANNELS = 8
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Row i is Σ_t b_it ⊗ a_it over output positions t, a_t the patch of the input x under t.
+
+    The patches are never stored: they repeat every input number up to once per kernel entry.
+    """
+
+    x: Tensor  # (n, channels, …)
+    b: Tensor  # (n, out channels, …)
+    weight: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def samples(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.b.shape[2:].numel()
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
+        if start == stop:
+            return x.new_zeros(0, self.weight.numel())
+        one_by_one = self.weight[2:].numel() == 1
+        thin = self.weight[1] < _GROUPED_CONVOLUTION_CHANNELS
+        if x.is_cuda or one_by_one or thin:
+            a, b = self._unfold(x), self._sequences(b)
+            return (b.transpose(2, 3) @ a).flatten(1)
+        # One group per sample: the library's own weight gradient then keeps the samples apart.
+        n = stop - start
+        b = b.reshape(1, n * self.weight[0], *b.shape[2:])
+        x = x.reshape(1, n * x.shape[1], *x.shape[2:])
+        return self._weight_gradient(x, b, samples=n).reshape(n, self.weight.numel())
+
+    def squared_norms(self) -> Squared:
+        positions, d_in = self.depth, self.weight[1:].numel()
+        d_out = self.weight[0] // self.groups
+        if positions * (d_in + d_out) >= d_in * d_out:
+            return instantiated_norms(self, self.weight.numel())
+        parts = []
+        for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):
+            a = self._unfold(full_precision(self.x[start:stop]))
+            b = self._sequences(full_precision(self.b[start:stop]))
+            # A group sees its own channels only: groups are like samples, then added up.
+            ghost = Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms()
+            parts.append([part.view(-1, self.groups).sum(1) for part in ghost])
+        value, bound = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Squared(value, bound)
+
+    def magnitudes(self) -> Tensor:
+        # An input number lies in at most one patch per kernel entry.
+        overlap = self.weight[2:].numel()
+        return overlap * squared_norms(self.x) * squared_norms(self.b)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        x = full_precision(without_zero_weights(weights, self.x))
+        b = full_precision(without_zero_weights(weights, self.b))
+        b = b * weights.view(-1, *([1] * (b.dim() - 1)))
+        if not x.is_cuda:
+            return self._weight_gradient(x, b, samples=1).flatten()
+        # On a GPU the convolution may round to TF32 or use transforms that no simple error bound
+        # covers; a matrix product does neither unless the user asks for it.
+        total = x.new_zeros(self.groups, self.weight[0] // self.groups, self.weight[1:].numel())
+        numbers = self.depth * (total.shape[2] + total.shape[1]) * self.groups
+        for start, stop in blocks(self.samples, numbers, x):
+            left = self._sequences(b[start:stop]).transpose(0, 1).flatten(1, 2)
+            right = self._unfold(x[start:stop]).transpose(0, 1).flatten(1, 2)
+            total = total + left.transpose(1, 2) @ right
+        return total.flatten()
+
+    def kernel(self, other: Term) -> Tensor | None:
+        return None
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return compress_rows(self, left, right)
+
+    def _unfold(self, x: Tensor) -> Tensor:
+        """Patches as (n, groups, positions, d_in): a strided view, copied once."""
+        pad = [side for p in reversed(self.padding) for side in (p, p)]
+        x = F.pad(x, pad).contiguous()
+        n, channels = x.shape[0], x.shape[1] // self.groups
+        sample, channel, *pixel = x.stride()
+        kernel, positions = self.weight[2:], self.b.shape[2:]
+        view = x.as_strided(
+            (n, self.groups, *positions, channels, *kernel),
+            (
+                sample,
+                channels * channel,
+                *(step * s for step, s in zip(pixel, self.stride, strict=True)),
+                channel,
+                *(step * d for step, d in zip(pixel, self.dilation, strict=True)),
+            ),
+        )
+        return view.reshape(n, self.groups, positions.numel(), channels * kernel.numel())
+
+    def _sequences(self, b: Tensor) -> Tensor:
+        """Output gradients as (n, groups, positions, d_out)."""
+        return b.reshape(b.shape[0], self.groups, b.shape[1] // self.groups, self.depth).transpose(2, 3)
+
+    def _weight_gradient(self, x: Tensor, b: Tensor, samples: int) -> Tensor:
+        """The weight gradient by torch itself, for `samples` samples laid side by side."""
+        weight = x.new_zeros(()).expand(samples * self.weight[0], *self.weight[1:])
+        dims = len(self.stride)
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            b,
+            x,
+            weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * dims,
+            samples * self.groups,
+            [False, True, False],
+        )
+        assert isinstance(gradient, Tensor)
+        return gradient
+
+
+def conv_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
+    """Terms of a convolution's weight and bias."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    padding = module.padding
+    if isinstance(padding, str) or module.padding_mode != "zeros":
+        # The same padding that the module applies before it convolves.
+        pad = module._reversed_padding_repeated_twice
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x, padding = F.pad(x, pad, mode=mode), (0,) * len(module.stride)
+    weight = module.weight.shape
+    patches = Patches(x, grad, weight, module.stride, padding, module.dilation, module.groups)
+    stored = x.shape[1:].numel() + grad.shape[1:].numel()
+    yield "weight", compact(patches, weight.numel(), stored)
+    yield "bias", Rows(grad.flatten(2).sum(2))

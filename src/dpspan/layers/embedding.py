@@ -1,0 +1,103 @@
+"""nn.Embedding: a linear layer whose inputs are one-hot and never written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpspan.layers.linear import as_sequence
+from dpspan.layers.terms import (
+    Term,
+    blocks,
+    compact,
+    compress_rows,
+    instantiated_norms,
+    without_zero_weights,
+)
+from dpspan.numerics import (
+    Squared,
+    factor_rounding,
+    full_precision,
+    product_error,
+    squared_norms,
+    unit_roundoff,
+)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Row i adds b_it to line index_it: index (n, T), output gradients b (n, T, d)."""
+
+    index: Tensor
+    b: Tensor
+    entries: int
+
+    @property
+    def samples(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.b.shape[1]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        b, n, width = full_precision(self.b[start:stop]), stop - start, self.b.shape[2]
+        lines = self.index[start:stop] + self.entries * torch.arange(n, device=b.device)[:, None]
+        out = b.new_zeros(n * self.entries, width)
+        return out.index_add_(0, lines.flatten(), b.flatten(0, 1)).view(n, self.entries * width)
+
+    def squared_norms(self) -> Squared:
+        """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
+        steps, width = self.b.shape[1:]
+        if steps * steps > self.entries:
+            return instantiated_norms(self, self.entries * width)
+        values = []
+        for start, stop in blocks(self.samples, 2 * steps * steps, self.b):
+            index, b = self.index[start:stop], full_precision(self.b[start:stop])
+            same = index[:, :, None] == index[:, None, :]
+            values.append((torch.bmm(b, b.transpose(1, 2)) * same).sum(2).double().sum(1))
+        value, magnitudes = torch.cat(values).clamp(min=0), self.magnitudes()
+        x = full_precision(self.b[:0])
+        u = unit_roundoff(x)
+        upper = value + (product_error(x, width) + (steps + 4) * u) * magnitudes
+        rounding = (2 * factor_rounding(x) + 4 * u) * magnitudes.sqrt()
+        return Squared(value, (upper.sqrt() + rounding).square())
+
+    def magnitudes(self) -> Tensor:
+        return self.depth * squared_norms(self.b)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        b = full_precision(without_zero_weights(weights, self.b)) * weights.view(-1, 1, 1)
+        out = b.new_zeros(self.entries, b.shape[2])
+        return out.index_add_(0, self.index.flatten(), b.flatten(0, 1)).flatten()
+
+    def kernel(self, other: Term) -> Tensor | None:
+        if not isinstance(other, Lookup):
+            return None
+        n, m, width = self.samples, other.samples, self.b.shape[2]
+        if n * m * self.depth * other.depth > (n + m + n * m) * self.entries:
+            return None
+        b, index = full_precision(other.b).flatten(0, 1), other.index.flatten()
+        values = []
+        for start, stop in blocks(n, 2 * self.depth * b.shape[0], b):
+            mine = full_precision(self.b[start:stop]).reshape(-1, width)
+            same = self.index[start:stop].reshape(-1, 1) == index
+            products = ((mine @ b.T) * same).view(stop - start, self.depth, m, other.depth)
+            values.append(products.sum((1, 3)))
+        return torch.cat(values)
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return compress_rows(self, left, right)
+
+
+def embedding_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
+    """Term of an embedding's weight."""
+    assert isinstance(module, nn.Embedding)
+    index, b = x.reshape(x.shape[0], x.shape[1:].numel()), as_sequence(grad)
+    if module.padding_idx is not None:  # torch gives the padding line no gradient
+        b = b * (index != module.padding_idx).unsqueeze(2)
+    entries, width = module.weight.shape
+    yield "weight", compact(Lookup(index, b, entries), entries * width, b.shape[1] * (width + 1))

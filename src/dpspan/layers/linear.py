@@ -1,0 +1,121 @@
+"""nn.Linear with any leading dimensions, and the outer-product term other layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpspan.layers.terms import (
+    Rows,
+    Term,
+    blocks,
+    compact,
+    without_zero_weights,
+)
+from dpspan.numerics import (
+    Squared,
+    factor_rounding,
+    full_precision,
+    norm_error,
+    product_error,
+    squared_norms,
+    unit_roundoff,
+)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Row i is Σ_t b_it ⊗ a_it: inputs a (n, T, d_in), output gradients b (n, T, d_out)."""
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def samples(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.a.shape[1]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
+        return torch.bmm(b.transpose(1, 2), a).flatten(1)
+
+    def squared_norms(self) -> Squared:
+        """Ghost norm: Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩, which for T = 1 is ‖a‖²‖b‖²."""
+        magnitudes = self.magnitudes()
+        x = full_precision(self.a[:0])
+        steps, u = self.depth, unit_roundoff(x)
+        if steps == 1:
+            value, relative = magnitudes, 2 * norm_error(x)
+        else:
+            value = self._ghost()
+            # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
+            relative = (
+                product_error(x, self.a.shape[2])
+                + product_error(x, self.b.shape[2])
+                + (steps + 4) * u
+            )
+        upper = value.clamp(min=0) + relative * magnitudes
+        # `combine` rounds each factor once more before it multiplies.
+        rounding = (2 * factor_rounding(x) + 4 * u) * magnitudes.sqrt()
+        return Squared(value.clamp(min=0), (upper.sqrt() + rounding).square())
+
+    def _ghost(self) -> Tensor:
+        n, steps = self.a.shape[:2]
+        values = []
+        for start, stop in blocks(n, 2 * steps * steps, self.a):
+            a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
+            products = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(b, b.transpose(1, 2)))
+            values.append(products.sum(2).double().sum(1))
+        return torch.cat(values)
+
+    def magnitudes(self) -> Tensor:
+        return squared_norms(self.a) * squared_norms(self.b)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        a = full_precision(without_zero_weights(weights, self.a))
+        b = full_precision(without_zero_weights(weights, self.b)) * weights.view(-1, 1, 1)
+        return (b.flatten(0, 1).T @ a.flatten(0, 1)).flatten()
+
+    def kernel(self, other: Term) -> Tensor | None:
+        """⟨a, a'⟩⟨b, b'⟩ summed over both sequences, where that is cheaper than rows."""
+        if not isinstance(other, Outer):
+            return None
+        n, m, d_in, d_out = self.samples, other.samples, self.a.shape[2], self.b.shape[2]
+        kernel_cost = n * m * self.depth * other.depth * (d_in + d_out)
+        rows_cost = (n * self.depth + m * other.depth + n * m) * d_in * d_out
+        if kernel_cost > rows_cost:
+            return None
+        a, b = (full_precision(x).flatten(0, 1) for x in (other.a, other.b))
+        values = []
+        for start, stop in blocks(n, 2 * self.depth * b.shape[0], b):
+            left = full_precision(self.a[start:stop]).flatten(0, 1) @ a.T
+            right = full_precision(self.b[start:stop]).flatten(0, 1) @ b.T
+            products = left.mul_(right).view(stop - start, self.depth, m, other.depth)
+            values.append(products.sum((1, 3)))
+        return torch.cat(values)
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = full_precision(self.a), full_precision(self.b)
+        return (
+            torch.bmm(b.transpose(1, 2), a @ right.T),
+            torch.bmm((b @ left).transpose(1, 2), a),
+        )
+
+
+def as_sequence(x: Tensor) -> Tensor:
+    """(n, …, d) as (n, T, d)."""
+    return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+
+
+def linear_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
+    """Terms of a linear layer's weight and bias."""
+    a, b = as_sequence(x), as_sequence(grad)
+    d_in, d_out = a.shape[2], b.shape[2]
+    yield "weight", compact(Outer(a, b), d_in * d_out, a.shape[1] * (d_in + d_out))
+    yield "bias", Rows(b.sum(1))

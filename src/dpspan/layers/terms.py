@@ -1,0 +1,193 @@
+"""A term: what one call of one module adds to the per-sample gradients of one parameter.
+
+The per-sample gradient of a parameter is the sum of its terms. A module called once gives one term;
+a module called twice, or a weight tied between modules, gives several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpspan.numerics import (
+    Squared,
+    factor_rounding,
+    full_precision,
+    norm_error,
+    product_error,
+    squared_norms,
+    unit_roundoff,
+)
+
+# Working memory of one block of samples. On a CPU larger temporaries cost more than they save: an
+# allocation above 32 MiB is mapped and zeroed anew by the system at every step. A GPU wants few
+# large launches, and its allocator keeps what it has.
+_CPU_WORKSPACE_BYTES = 16 * 2**20
+_GPU_WORKSPACE_BYTES = 1024 * 2**20
+
+
+class Term(Protocol):
+    """One summand of the per-sample gradients (n, d) of a parameter of d entries."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples n."""
+
+    @property
+    def depth(self) -> int:
+        """How many products are added up in one entry of a row."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The gradients of samples start … stop − 1 as rows, (stop − start, d)."""
+
+    def squared_norms(self) -> Squared:
+        """Squared row norms by the cheaper of instantiating and the kernel form."""
+
+    def magnitudes(self) -> Tensor:
+        """Squares of an upper bound of Σ_t ‖a_t‖‖b_t‖ per sample: what rounding is relative to."""
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Weighted sum of the rows, (d,). A row of weight zero adds nothing, even if not finite."""
+
+    def kernel(self, other: Term) -> Tensor | None:
+        """Inner products with the rows of `other` without rows, or None where rows are cheaper."""
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row as a matrix G: G Rᵀ and Lᵀ G."""
+
+
+def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tuple[int, int]]:
+    """Cut the samples into ranges whose working memory, in `like`'s dtype, stays within bounds."""
+    workspace = _CPU_WORKSPACE_BYTES if like.device.type == "cpu" else _GPU_WORKSPACE_BYTES
+    size = max(1, workspace // max(1, numbers_per_sample * max(4, like.element_size())))
+    for start in range(0, max(samples, 1), size):  # no samples: one empty block
+        yield start, min(start + size, samples)
+
+
+def without_zero_weights(weights: Tensor, x: Tensor) -> Tensor:
+    """`x` with the samples of weight zero blanked, so that 0 · NaN is 0 in the sum.
+
+    On a CPU looking first is cheaper than copying; on a GPU looking would stall the stream.
+    """
+    dead = weights == 0
+    if dead.device.type == "cpu" and not bool(dead.any()):
+        return x
+    return x.masked_fill(dead.view(-1, *([1] * (x.dim() - 1))), 0.0)
+
+
+def instantiated_norms(term: Term, row_size: int) -> Squared:
+    """Squared norms from rows, a block of samples at a time, each block dropped after use.
+
+    `combine` sums products of the factors, not these rows, so the bound adds what rounding the
+    rows can have hidden.
+    """
+    empty = term.rows(0, 0)
+    values = [
+        squared_norms(term.rows(start, stop))
+        for start, stop in blocks(term.samples, row_size, empty)
+    ]
+    value, magnitudes = torch.cat(values), term.magnitudes()
+    hidden = (product_error(empty, term.depth) + 2 * unit_roundoff(empty)) * magnitudes.sqrt()
+    return Squared(value, ((value * (1 + norm_error(empty))).sqrt() + hidden).square())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A term kept as its rows: biases, norms' affine maps, and whatever is smaller this way."""
+
+    values: Tensor  # (n, *shape)
+
+    @property
+    def samples(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return 1
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return full_precision(self.values[start:stop].flatten(1))
+
+    def squared_norms(self) -> Squared:
+        value = squared_norms(self.values)
+        x = full_precision(self.values[:0])
+        # The rows are the vectors that are summed; only their product with a weight rounds them.
+        slack = norm_error(x) + 4 * factor_rounding(x)
+        return Squared(value, value * (1 + slack))
+
+    def magnitudes(self) -> Tensor:
+        return squared_norms(self.values)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        values = full_precision(self.values.flatten(1))
+        return weights @ without_zero_weights(weights, values)
+
+    def kernel(self, other: Term) -> Tensor | None:
+        return None
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return compress_rows(self, left, right)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Several terms of different kinds for one parameter (an embedding tied to a linear layer)."""
+
+    terms: Sequence[Term]
+    row_size: int
+
+    @property
+    def samples(self) -> int:
+        return self.terms[0].samples
+
+    @property
+    def depth(self) -> int:
+        return sum(term.depth for term in self.terms)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        total = self.terms[0].rows(start, stop)
+        for term in self.terms[1:]:
+            total = total + term.rows(start, stop)
+        return total
+
+    def squared_norms(self) -> Squared:
+        return instantiated_norms(self, self.row_size)
+
+    def magnitudes(self) -> Tensor:
+        roots = torch.stack([term.magnitudes().sqrt() for term in self.terms])
+        return roots.sum(0).square()
+
+    def combine(self, weights: Tensor) -> Tensor:
+        return torch.stack([term.combine(weights) for term in self.terms]).sum(0)
+
+    def kernel(self, other: Term) -> Tensor | None:
+        return None
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return compress_rows(self, left, right)
+
+
+def compress_rows(term: Term, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """G Rᵀ and Lᵀ G from the rows, a block of samples at a time."""
+    d_out, d_in = left.shape[0], right.shape[1]
+    lefts, rights = [], []
+    for start, stop in blocks(term.samples, d_out * d_in, right):
+        g = term.rows(start, stop).unflatten(1, (d_out, d_in))
+        lefts.append(g @ right.T)
+        rights.append(left.T @ g)
+    return torch.cat(lefts), torch.cat(rights)
+
+
+def compact(term: Term, row_size: int, stored: int) -> Term:
+    """The term, or its rows where they take no more memory than the factors they come from.
+
+    This is the cost rule of the library. For a linear map used T times per sample, rows take
+    d_in·d_out numbers against T·(d_in + d_out) for the factors; instantiating costs T·d_in·d_out
+    multiplications against T²·(d_in + d_out) for the ghost norm. Dividing by T, it is the same
+    inequality: what is smaller is also faster.
+    """
+    return Rows(term.rows(0, term.samples)) if row_size <= stored else term

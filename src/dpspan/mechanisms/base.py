@@ -1,0 +1,46 @@
+"""What a method is to the engine: public configuration, and a mechanism made from it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+from torch import Tensor, nn
+
+from dpspan.gradients import PerSampleGradients
+from dpspan.noise import Noise
+
+Sums = dict[str, Tensor]
+
+
+class Mechanism(Protocol):
+    """What one step computes from a batch and what it releases.
+
+    `clipped_sum` is a sum over samples, so pieces of a batch, and processes, simply add up; noise
+    comes once, in `release`. Adding or removing one sample moves the sums by at most a sensitivity
+    that `release` covers with noise worth one Gaussian mechanism of the given noise multiplier.
+    """
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Sums of clipped quantities over the samples of one piece; touches private data."""
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """The noisy sum of gradients by parameter name; all that leaves a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the mechanism carries from step to step; released or public things only."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
+
+
+class Method(Protocol):
+    """A frozen dataclass of public configuration, `dpspan.DPSGD(clip=1.0)` for example."""
+
+    def with_clip(self, clip: float) -> Self:
+        """This method with the clip given as `max_grad_norm`, refused if it has another one."""
+
+    def bind(self, model: nn.Module) -> Mechanism:
+        """The mechanism for this model."""
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as JSON, for the certificate and to recognise a checkpoint."""

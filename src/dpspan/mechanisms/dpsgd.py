@@ -1,0 +1,80 @@
+"""DP-SGD (Abadi et al. 2016): Σ_i clip(g_i, C) + z·C·N(0, I).
+
+Formal guarantee: adding or removing a sample adds or removes one vector of norm at most C, so one
+release is a Gaussian mechanism of noise multiplier z, subsampled as the batch was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from dpspan.clipping import ClippingRule, FlatClipping, clip_factors
+from dpspan.gradients import PerSampleGradients
+from dpspan.mechanisms.base import Sums
+from dpspan.noise import Noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSGD:
+    """Plain DP-SGD with one clip over all parameters.
+
+    `clip` is C; left out, it is the engine's `max_grad_norm`, or 1. `clipping` chooses the factors
+    (`FlatClipping()`, `AutomaticClipping()` or your own).
+    """
+
+    clip: float | None = None
+    clipping: ClippingRule = field(default_factory=FlatClipping)
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ValueError(f"Expected clip > 0, got {self.clip}.")
+
+    def with_clip(self, clip: float) -> DPSGD:
+        """This method with clip C, unless it already has another."""
+        if self.clip not in (None, clip):
+            raise ValueError(
+                f"Expected one clip, got clip={self.clip} in DPSGD and max_grad_norm={clip}. "
+                "Give one of the two."
+            )
+        return dataclasses.replace(self, clip=clip)
+
+    def bind(self, model: nn.Module) -> DPSGDMechanism:
+        """DP-SGD holds no state: the mechanism is the formula."""
+        return DPSGDMechanism(1.0 if self.clip is None else self.clip, self.clipping)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration."""
+        return {
+            "method": "DPSGD",
+            "clip": 1.0 if self.clip is None else self.clip,
+            "clipping": repr(self.clipping),
+        }
+
+
+class DPSGDMechanism:
+    """One step of DP-SGD."""
+
+    def __init__(self, clip: float, clipping: ClippingRule) -> None:
+        self._clip, self._clipping = clip, clipping
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Σ_i clip(g_i, C), by parameter."""
+        return gradients.combine(
+            clip_factors(self._clipping, gradients.norm_bounds(), self._clip)
+        )
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """The sum plus z·C·N(0, I)."""
+        std = noise_multiplier * self._clip
+        return {name: part + noise.normal(part, std) for name, part in total.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is carried from step to step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""

@@ -1,0 +1,136 @@
+"""One private step: from a sampled batch to param.grad.
+
+Pieces of a logical batch are clipped and added up; after the last piece the step is entered in the
+ledger, noise is drawn once, and the noisy mean becomes param.grad for any torch optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpspan.capture import Capture, Hook
+from dpspan.errors import CaptureError
+from dpspan.ledger import Ledger
+from dpspan.mechanisms.base import Mechanism, Sums
+from dpspan.noise import Noise
+from dpspan.probe import probe
+from dpspan.sampling import Piece
+
+
+class PrivateStep:
+    """Sits between the loader (`on_piece`) and the optimizer (`before_step`)."""
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        mechanism: Mechanism,
+        noise: Noise,
+        noise_multiplier: float,
+        lot_size: float,
+        mean_loss: bool,
+        ledger: Ledger,
+        event: Callable[[], DpEvent | None],
+    ) -> None:
+        self._module = module
+        self._capture = Capture(module)
+        self._mechanism = mechanism
+        self._noise = noise
+        self._noise_multiplier = noise_multiplier
+        self._lot_size = lot_size
+        self._mean_loss = mean_loss
+        self._ledger = ledger
+        self._event = event
+        self._piece: Piece | None = None
+        self._total: Sums | None = None
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._step_hook = optimizer.register_step_pre_hook(self.before_step)
+        self._probe_hook = module.register_forward_pre_hook(
+            Hook(self._probe_once), with_kwargs=True
+        )
+
+    def on_piece(self, piece: Piece) -> None:
+        """A piece of a batch is about to be handed to the training loop."""
+        if piece.first:  # whatever an abandoned batch left behind was never released
+            self._total = None
+        self._piece = piece
+        self._buffers = self._buffer_versions()
+        # A placeholder holds one record that nobody drew; what it brings is dropped.
+        samples = 1 if piece.placeholder else piece.samples
+        self._capture.expect(samples, discard=piece.placeholder)
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Optimizer hook: put the released gradient where the optimizer looks for it."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._finish_piece()
+            return None
+
+        def private_closure() -> Any:
+            loss = closure()
+            self._finish_piece()
+            return loss
+
+        return (args[0], private_closure), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    @torch.no_grad()
+    def _finish_piece(self) -> None:
+        piece, self._piece = self._piece, None
+        if piece is None:
+            raise CaptureError(
+                "optimizer.step() without a fresh batch. Each step takes one batch from the "
+                "private loader: iterate over the loader that make_private returned."
+            )
+        self._check_buffers()
+        gradients = self._capture.collect(scale=piece.samples if self._mean_loss else 1)
+        part = self._mechanism.clipped_sum(gradients)
+        if self._total is None:
+            self._total = part
+        else:
+            self._total = {name: self._total[name] + value for name, value in part.items()}
+        parameters = dict(self._module.named_parameters())
+        if not piece.last:
+            for parameter in parameters.values():
+                parameter.grad = None  # torch optimizers leave such parameters alone
+            return
+        event = self._event()
+        if event is not None:
+            self._ledger.charge(event)
+        total, self._total = self._total, None
+        released = self._mechanism.release(total, self._noise, self._noise_multiplier)
+        for name, value in released.items():
+            parameters[name].grad = value.div_(self._lot_size).to(parameters[name].dtype)
+
+    def _probe_once(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        samples = self._piece.samples if self._piece is not None else 0
+        if samples > 1 and self._capture.active:
+            self._probe_hook.remove()  # never again, and not inside its own runs
+            probe(module, args, kwargs, samples)
+
+    def _buffer_versions(self) -> dict[str, tuple[Tensor, int]]:
+        return {name: (b, b._version) for name, b in self._module.named_buffers()}
+
+    def _check_buffers(self) -> None:
+        now = self._buffer_versions()
+        for name, (buffer, version) in self._buffers.items():
+            if name not in now or now[name][0] is not buffer or now[name][1] != version:
+                raise CaptureError(
+                    f"Buffer '{name}' was changed by the private batch: it would carry private "
+                    "data out of training without noise. Turn the running statistics of its "
+                    "module off, or replace the module."
+                )
+
+    def remove(self) -> None:
+        """Take every hook off the model and the optimizer."""
+        self._step_hook.remove()
+        self._probe_hook.remove()
+        self._capture.remove()

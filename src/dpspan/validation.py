@@ -1,0 +1,124 @@
+"""Which modules cannot be trained privately as they are, and how to fix them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from dpspan.errors import UnsupportedModule
+
+
+def validate(model: nn.Module) -> None:
+    """Raise `UnsupportedModule` naming every module that private training must refuse."""
+    problems = [
+        f"{path or 'the model itself'} ({type(module).__name__}): {problem}"
+        for path, module in model.named_modules()
+        for problem in _problems(module)
+    ]
+    if not any(p.requires_grad for p in model.parameters()):
+        problems.append("the model has no trainable parameter: unfreeze what is to be trained")
+    if problems:
+        raise UnsupportedModule(
+            "This model cannot be trained privately as it is:\n  - " + "\n  - ".join(problems)
+        )
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    trainable = any(p.requires_grad for p in module.parameters())
+    if any(is_lazy(p) for p in module.parameters(recurse=False)):
+        yield "its parameters are not initialised: run the model once on sample input first"
+    if isinstance(module, _BatchNorm):
+        yield (
+            "it normalises each sample by the others in the batch, so no sample's gradient can be "
+            "bounded (its running statistics leak even when frozen during private training): "
+            "dpspan.fix(model) puts GroupNorm in its place"
+        )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        yield (
+            "its running statistics are averages of private data without noise: build it with "
+            "track_running_stats=False, or use dpspan.fix(model)"
+        )
+    if isinstance(module, nn.RNNBase) and trainable:
+        yield (
+            "its fused kernel hides the per-sample gradients: dpspan.fix(model) puts the "
+            "equivalent DP layer in its place"
+        )
+    elif getattr(module, "batch_first", True) is False:
+        yield "its batch is the second dimension: build it with batch_first=True"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            yield "max_norm rewrites the rows that a batch uses, without noise: set it to None"
+        if module.scale_grad_by_freq:
+            yield "scale_grad_by_freq mixes the samples of a batch: set it to False"
+    if trainable and parametrize.is_parametrized(module):
+        yield (
+            "its weight is computed from other parameters outside its forward: call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+
+
+def fix(model: nn.Module) -> nn.Module:
+    """A copy of the model in which every module that can be replaced by a private one is.
+
+    BatchNorm becomes GroupNorm (with the affine weights it had), InstanceNorm loses its running
+    statistics, LSTM and GRU become Opacus' layers of the same parameters.
+    """
+    model = copy.deepcopy(model)
+    for path, module in list(model.named_modules()):
+        replace = next((f for kind, f in _FIXES if isinstance(module, kind)), None)
+        replacement = replace(module) if replace is not None else module
+        if replacement is module:
+            continue
+        like = next(module.parameters(), torch.empty(0))
+        replacement.to(device=like.device, dtype=like.dtype).train(module.training)
+        if path == "":
+            return replacement
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, replacement)
+    return model
+
+
+def _fix_batch_norm(module: nn.Module) -> nn.Module:
+    assert isinstance(module, _BatchNorm)
+    channels = module.num_features
+    # On (n, channels) inputs a group must hold several channels, or it would normalise each
+    # number by itself.
+    groups = 1 if isinstance(module, nn.BatchNorm1d) else math.gcd(32, channels)
+    return _keep_affine(module, nn.GroupNorm(groups, channels, module.eps, module.affine))
+
+
+def _fix_instance_norm(module: nn.Module) -> nn.Module:
+    assert isinstance(module, _InstanceNorm)
+    if not module.track_running_stats:
+        return module
+    without = type(module)(module.num_features, module.eps, module.momentum, module.affine)
+    return _keep_affine(module, without)
+
+
+def _fix_recurrent(module: nn.Module) -> nn.Module:
+    fixer: Callable[[nn.Module], nn.Module] | None = ModuleValidator.FIXERS.get(type(module))
+    return module if fixer is None else fixer(module)
+
+
+def _keep_affine(module: nn.Module, replacement: nn.Module) -> nn.Module:
+    for name, parameter in module.named_parameters(recurse=False):
+        new = replacement.get_parameter(name)
+        new.data = parameter.detach().clone()
+        new.requires_grad_(parameter.requires_grad)
+    return replacement
+
+
+_FIXES: tuple[tuple[type[nn.Module], Callable[[nn.Module], nn.Module]], ...] = (
+    (_BatchNorm, _fix_batch_norm),
+    (_InstanceNorm, _fix_instance_norm),
+    (nn.RNNBase, _fix_recurrent),
+)

@@ -1,0 +1,144 @@
+"""Modules that mix samples are refused by name; fix() replaces them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import loss_per_sample
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import dpspan
+from dpspan.probe import probe
+
+
+def refused(model: nn.Module, *patterns: str) -> None:
+    for pattern in patterns:
+        with pytest.raises(dpspan.UnsupportedModule, match=pattern):
+            dpspan.validate(model)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norm_in_any_form(
+    kind: type[nn.Module], frozen: bool, training: bool, affine: bool
+) -> None:
+    norm = kind(4, affine=affine).train(training)
+    for p in norm.parameters():
+        p.requires_grad_(not frozen)
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    refused(model, rf"1 \({kind.__name__}\).*dpspan\.fix\(model\)")
+    fixed = dpspan.fix(model)
+    dpspan.validate(fixed)
+    assert isinstance(fixed[1], nn.GroupNorm)
+    assert isinstance(model[1], kind)  # the original is untouched
+    assert fixed[1].training is training
+    assert all(p.requires_grad is not frozen for p in fixed[1].parameters())
+
+
+def test_fix_keeps_affine_weights_and_works_on_features() -> None:
+    norm = nn.BatchNorm1d(8)
+    nn.init.normal_(norm.weight)
+    fixed = dpspan.fix(nn.Sequential(nn.Linear(4, 8), norm))
+    assert torch.equal(fixed[1].weight, norm.weight)
+    output = fixed(torch.randn(16, 4))
+    # One number per group would normalise to zero: the output would be the bias.
+    assert output.std(0).min() > 0.01
+
+
+def test_instance_norm_with_running_statistics() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+    refused(model, r"0 \(InstanceNorm2d\).*track_running_stats=False")
+    fixed = dpspan.fix(model)
+    dpspan.validate(fixed)
+    assert fixed[0].running_mean is None
+    dpspan.validate(nn.InstanceNorm2d(4, affine=True))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_refused_and_fixed(kind: type[nn.Module]) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = kind(3, 5, batch_first=True)
+            self.head = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    model = Tagger()
+    refused(model, rf"rnn \({kind.__name__}\).*dpspan\.fix")
+    fixed = dpspan.fix(model)
+    dpspan.validate(fixed)
+    x = torch.randn(4, 6, 3)
+    J = dpspan.per_sample_gradients(fixed, loss_per_sample, x)
+    from oracle import per_sample_matrix
+
+    oracle = per_sample_matrix(fixed, loss_per_sample, x)
+    assert torch.allclose(J.matrix(), oracle, atol=1e-5)
+    assert torch.allclose(J.norms().float(), oracle.norm(dim=1), rtol=1e-4)
+
+
+def test_frozen_recurrent_layer_is_fine() -> None:
+    model = nn.Sequential(nn.LSTM(3, 5, batch_first=True).requires_grad_(False), nn.Linear(5, 2))
+    dpspan.validate(model)
+
+
+def test_other_refusals() -> None:
+    refused(nn.MultiheadAttention(8, 2), "batch_first=True")
+    refused(nn.Embedding(5, 3, max_norm=1.0), "max_norm rewrites")
+    refused(nn.Embedding(5, 3, scale_grad_by_freq=True), "scale_grad_by_freq mixes")
+    refused(nn.Sequential(weight_norm(nn.Linear(3, 3))), "remove_parametrizations")
+    refused(nn.Sequential(nn.LazyLinear(3)), "not initialised")
+    refused(nn.Linear(3, 3).requires_grad_(False), "no trainable parameter")
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Embedding(5, 3, max_norm=1.0))
+    with pytest.raises(dpspan.UnsupportedModule) as caught:
+        dpspan.validate(model)
+    assert "0 (BatchNorm1d)" in str(caught.value)
+    assert "1 (Embedding)" in str(caught.value)
+
+
+class HandMadeBatchNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0) + 1)
+
+
+class Folding(nn.Module):
+    """Positions without a batch dimension: (T,) looks like a batch when T = n."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions(torch.arange(4))
+
+
+def test_probe_finds_hand_made_mixing_and_names_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), HandMadeBatchNorm(), nn.Linear(4, 2))
+    with pytest.raises(dpspan.UnsupportedModule, match=r"'2' \(HandMadeBatchNorm\).*mixes samples"):
+        probe(model, (torch.randn(8, 4),), {}, 8)
+    assert model[1].training
+
+
+def test_probe_finds_a_batch_that_is_not_the_first_dimension() -> None:
+    with pytest.raises(dpspan.UnsupportedModule, match=r"'positions' \(Embedding\).*unsqueeze"):
+        probe(Folding(), (torch.randn(4, 4, 3),), {}, 4)
+
+
+def test_probe_passes_ordinary_models_and_leaves_the_rng_alone() -> None:
+    from problems import PROBLEMS, make
+
+    for name in PROBLEMS:
+        model, x = make(name)
+        state = torch.random.get_rng_state()
+        if len(x) > 1:
+            probe(model, (x,), {}, len(x))
+        assert torch.equal(state, torch.random.get_rng_state())
+    probe(nn.Sequential(nn.Linear(4, 4)), (torch.full((5, 4), float("nan")),), {}, 5)
