@@ -82,21 +82,23 @@ def ghost_note(model: Any) -> str:
 def dpspan_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contender:
     """DP-SGD of dpspan, at the level below the engine: no loader, no ledger."""
     from dpspan.capture import Capture
+    from dpspan.mechanisms.dpsgd import DPSGD
+    from dpspan.noise import Noise
 
     n = len(x)
     criterion = nn.CrossEntropyLoss()
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=LEARNING_RATE)
-    capture = Capture(model)
+    capture, mechanism, generator = Capture(model), DPSGD(clip=CLIP).bind(model), Noise()
 
     def step() -> None:
         optimizer.zero_grad()
         capture.expect(n)
         criterion(model(x), y).backward()
-        gradients = capture.collect(scale=n)
-        factors = (CLIP / gradients.norm_bounds()).clamp(max=1.0)
-        for name, total in gradients.combine(factors).items():
-            parameters[name].grad = total.add_(torch.randn_like(total), alpha=noise * CLIP).div_(n)
+        with torch.no_grad():
+            total = mechanism.clipped_sum(capture.collect(scale=n))
+            for name, value in mechanism.release(total, generator, noise).items():
+                parameters[name].grad = value.div_(n)
         optimizer.step()
 
     return Contender(step)

@@ -1,11 +1,9 @@
 """The cost of one DP-SGD step: `python -m benchmarks.dpsgd [--device cuda] [--models cnn mlp]`."""
 
 import argparse
+import sys
 import time
-import warnings
 from pathlib import Path
-
-import torch
 
 from benchmarks import contenders, measure, report
 from benchmarks.problems import PROBLEMS, SEED
@@ -36,8 +34,7 @@ def run_model(name: str, options: argparse.Namespace) -> report.Results:
     for contender, milliseconds in times.items():
         entry = entries[contender]
         entry["milliseconds"] = milliseconds
-        threads = torch.get_num_threads()
-        entry["memory"] = measure.peak_memory(name, contender, batch, device, threads)
+        entry["memory"] = measure.peak_memory(name, contender, batch, device, options.tf32)
     return {
         "batch": batch,
         "parameters": sum(p.numel() for p in problem.model("cpu").parameters()),
@@ -56,8 +53,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=everyone, default=everyone)
     parser.add_argument("--batch", type=int, help="instead of each model's own batch size")
     parser.add_argument("--repeats", type=int, help="rounds; default: what fits into --seconds")
-    parser.add_argument("--seconds", type=float, default=40, help="timed seconds per model")
+    parser.add_argument("--seconds", type=float, default=25, help="timed seconds per model")
     parser.add_argument("--threads", type=int, help="torch's threads; default: torch's choice")
+    parser.add_argument("--tf32", action="store_true", help="instead of float32, on a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     return parser.parse_args()
 
@@ -65,14 +63,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure all models and publish."""
     options = parse()
-    warnings.simplefilter("ignore")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    measure.configure(options.threads, options.tf32)
     start = time.perf_counter()
     results: report.Results = {
         "environment": report.environment(options.device),
         "settings": {
             "device": options.device,
+            "tf32": options.tf32,
             "clip": contenders.CLIP,
             "noise_multiplier": contenders.NOISE,
             "learning_rate": contenders.LEARNING_RATE,
@@ -81,10 +78,14 @@ def main() -> None:
             "memory_steps": measure.MEMORY_STEPS,
         },
         "method": report.CAPTION,
-        "models": {name: run_model(name, options) for name in options.models},
+        "models": {},
     }
-    results["seconds"] = time.perf_counter() - start
-    report.publish(results, options.out)
+    for name in options.models:
+        print(f"{name} …", file=sys.stderr, flush=True)
+        results["models"][name] = run_model(name, options)
+        results["seconds"] = time.perf_counter() - start
+        report.save(results, options.out)  # a run that is cut short keeps what it has
+    report.show(results)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,22 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from benchmarks.contenders import CONTENDERS, LEARNING_RATE, NOISE, Contender, naive_gradient
+from benchmarks.contenders import CONTENDERS, NOISE, Contender, naive_gradient
 from benchmarks.problems import SEED, Problem
 
 Step = Callable[[], None]
-WARMUP = 2  # rounds
+WARMUP = 1  # rounds, after the first step that shows whether a contender runs
 MEMORY_STEPS = 2
 CHECK_BATCH = 32
+
+
+def configure(threads: int | None, tf32: bool) -> None:
+    """The same arithmetic for all: float32, or TF32 in every product of a GPU."""
+    warnings.simplefilter("ignore")  # Opacus and torch warn on every start
+    if threads:
+        torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def synchronize(device: str) -> None:
@@ -45,11 +54,9 @@ def disagreement(name: str, problem: Problem, batch: int, device: str) -> float:
     batch = min(batch, CHECK_BATCH)
     model, (x, y) = problem.model(device), problem.data(batch, device)
     expected = naive_gradient(model, x, y)
-    parameters = list(model.parameters())
-    before = torch.cat([p.detach().flatten() for p in parameters])
     CONTENDERS[name](model, x, y, 0.0).step()
-    after = torch.cat([p.detach().flatten() for p in parameters])
-    return float(((before - after) / LEARNING_RATE - expected).norm() / expected.norm())
+    actual = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return float((actual - expected).norm() / expected.norm())
 
 
 class Bystanders:
@@ -100,12 +107,10 @@ def interleave(
     return {name: [taken[name] for taken in results] for name in steps}
 
 
-def peak_memory(
-    model: str, contender: str, batch: int, device: str, threads: int
-) -> dict[str, Any]:
+def peak_memory(model: str, contender: str, batch: int, device: str, tf32: bool) -> dict[str, Any]:
     """Peak bytes of a contender's first steps, measured in a fresh process."""
     command = [sys.executable, "-m", __spec__.name, model, contender]
-    command += [str(batch), device, str(threads)]
+    command += [str(batch), device, str(torch.get_num_threads()), str(int(tf32))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"reason": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
@@ -156,12 +161,11 @@ def _peak_of(run: Step, device: str) -> dict[str, Any]:
     return {"before": before, "peak": peak, "above": peak - before, "source": source}
 
 
-def _main(model: str, contender: str, batch: str, device: str, threads: str) -> None:
+def _main(model: str, contender: str, batch: str, device: str, threads: str, tf32: str) -> None:
     """Print one contender's memory: level with model and data in place, then two steps."""
     from benchmarks.problems import PROBLEMS
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(int(threads))
+    configure(int(threads), bool(int(tf32)))
     problem = PROBLEMS[model]
     # A step of two samples first, so that loading code does not count as the step's memory.
     prepare(contender, problem, 2, device, NOISE).step()

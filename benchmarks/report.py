@@ -144,11 +144,19 @@ def plot(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
-def publish(results: Results, folder: Path) -> None:
-    """Print the table with what did not run, and write `dpsgd-DEVICE.json` and `.png`."""
+def save(results: Results, folder: Path) -> None:
+    """Write `dpsgd-DEVICE.json` and `dpsgd-DEVICE.png`."""
     summarise(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"dpsgd-{results['settings']['device']}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, stem.with_suffix(".png"))
+
+
+def show(results: Results) -> None:
+    """Print the table, and below it what disturbed the timing and what did not run."""
     console = Console()
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 110)
     console.print(table(results))
     for name, model in results["models"].items():
         if model["disturbance"] > 0.05:
@@ -158,8 +166,4 @@ def publish(results: Results, folder: Path) -> None:
             for kind in ("reason", "note"):
                 if c.get(kind):
                     console.print(f"{name}, {contender}: {c[kind]}", markup=False, style="dim")
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"dpsgd-{results['settings']['device']}"
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(results, stem.with_suffix(".png"))
-    console.print(f"written: {stem}.json, {stem}.png", markup=False)
+    console.print(f"{results['seconds']:.0f} seconds in all", style="dim")

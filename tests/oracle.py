@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-def per_sample_matrix(
-    model: nn.Module, loss_fn: Callable[..., Tensor], *batch: Tensor
-) -> Tensor:
+def per_sample_matrix(model: nn.Module, loss_fn: Callable[..., Tensor], *batch: Tensor) -> Tensor:
     """J, row by row: the gradient of each sample's own loss with a batch of one."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []

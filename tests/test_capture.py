@@ -10,12 +10,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import per_sample_matrix
-from problems import PROBLEMS, loss_per_sample, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpspan import Capture, CaptureError, per_sample_gradients
+from oracle import per_sample_matrix
+from problems import PROBLEMS, loss_per_sample, make
 
 
 class Functional(nn.Module):

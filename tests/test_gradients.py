@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import per_sample_matrix
-from problems import PROBLEMS, loss_per_sample, make
 from torch import Tensor, nn
 
 import dpspan
 from dpspan.gradients import PerSampleGradients
+from oracle import per_sample_matrix
+from problems import PROBLEMS, loss_per_sample, make
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
@@ -206,12 +206,21 @@ def test_scale_multiplies_everything() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["mlp", "conv1d", "conv1d deep, short (ghost)", "layer norm",
-                                  "linear on short sequences (ghost)"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "conv1d",
+        "conv1d deep, short (ghost)",
+        "layer norm",
+        "linear on short sequences (ghost)",
+    ],
+)
 def test_weight_zero_keeps_a_poisoned_sample_out(name: str, bad: float) -> None:
     model, x = make(name)
-    clean = flat(dpspan.per_sample_gradients(model, loss_per_sample, x[1:]).combine(
-        torch.ones(len(x) - 1)))
+    clean = flat(
+        dpspan.per_sample_gradients(model, loss_per_sample, x[1:]).combine(torch.ones(len(x) - 1))
+    )
     x = x.clone()
     x[0] = bad
     J = dpspan.per_sample_gradients(model, loss_per_sample, x)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import loss_per_sample
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import dpspan
 from dpspan.probe import probe
+from problems import loss_per_sample
 
 
 def refused(model: nn.Module, *patterns: str) -> None:

@@ -47,7 +47,7 @@ class Capture:
     # -- the life of a capture ------------------------------------------------------------------
 
     def expect(self, samples: int, *, discard: bool = False) -> None:
-        """Arm the hooks for a batch of `samples`; `discard` drops what it brings (a placeholder)."""
+        """Arm the hooks for a batch of `samples`; `discard` drops what it brings."""
         self._forget()
         self._expected, self._discard = samples, discard
 
@@ -96,9 +96,7 @@ class Capture:
     @property
     def active(self) -> bool:
         """Whether a forward pass would be recorded now."""
-        return (
-            self._expected is not None and not self._inside_generic and torch.is_grad_enabled()
-        )
+        return self._expected is not None and not self._inside_generic and torch.is_grad_enabled()
 
     # -- attaching ------------------------------------------------------------------------------
 
@@ -142,13 +140,12 @@ class Capture:
                 "parameter."
             )
 
-        return escaped
+        hook: Callable[[Tensor], None] = escaped
+        return hook
 
     # -- recording ------------------------------------------------------------------------------
 
-    def listen(
-        self, output: Tensor, path: str, receive: Callable[[Tensor], None]
-    ) -> Tensor:
+    def listen(self, output: Tensor, path: str, receive: Callable[[Tensor], None]) -> Tensor:
         """`output`, arranged so that `receive` gets its gradient in the backward pass."""
         batch = self._batch
 
@@ -326,6 +323,6 @@ class _Tap(torch.autograd.Function):
         return x.data  # not a view: the layers behind may work in place on it
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.heard(grad)
         return None, None, None

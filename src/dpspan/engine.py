@@ -19,7 +19,14 @@ from dpspan.ledger import Budget, Ledger, calibrate_event, step_event
 from dpspan.mechanisms import DPSGD, Mechanism, Method
 from dpspan.noise import Noise
 from dpspan.private_step import PrivateStep
-from dpspan.sampling import Draw, PartitionDraw, PoissonDraw, PrivateLoader, sample_rate_of
+from dpspan.sampling import (
+    Draw,
+    PartitionDraw,
+    PoissonDraw,
+    PrivateLoader,
+    records_of,
+    sample_rate_of,
+)
 from dpspan.validation import validate
 
 _logger = logging.getLogger(__name__)
@@ -198,8 +205,9 @@ class PrivacyEngine:
         if different:
             raise ValueError(
                 "The state does not fit this run: "
-                + "; ".join(f"{key} is {theirs.get(key)!r} there, {mine[key]!r} here"
-                            for key in different)
+                + "; ".join(
+                    f"{key} is {theirs.get(key)!r} there, {mine[key]!r} here" for key in different
+                )
                 + ". Set the engine up as it was when the state was saved."
             )
         before = run.loader.state_dict()
@@ -260,8 +268,8 @@ class PrivacyEngine:
     def _draw(
         self, loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None
     ) -> Draw:
+        records = records_of(loader)
         q = sample_rate_of(loader) if sample_rate is None else sample_rate
-        records = len(loader.dataset)  # type: ignore[arg-type]
         poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
         if poisson_sampling:
             return poisson
@@ -326,8 +334,8 @@ class PrivacyEngine:
         loader.on_piece = step.on_piece
         if isinstance(draw, PartitionDraw):
             self.ledger.warn(
-                "batches were a partition of the data, not Poisson samples: each epoch is accounted "
-                "as one Gaussian mechanism without amplification"
+                "batches were a partition of the data, not Poisson samples: each epoch is "
+                "accounted as one Gaussian mechanism without amplification"
             )
         if noise_multiplier == 0:
             self.ledger.invalidate("noise_multiplier is 0")

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -37,7 +38,9 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
-        _check_positive("target_epsilon", self.epsilon)
+        epsilon = _number("target_epsilon", self.epsilon)
+        _expect(epsilon > 0, "target_epsilon > 0", self.epsilon)
+        _expect(epsilon < math.inf, "a finite target_epsilon", self.epsilon)
         _check_delta("target_delta", self.delta)
 
 
@@ -46,6 +49,7 @@ class Spending:
     """ε at one δ, the accountant that gave it and, if it was not the chosen one, why."""
 
     epsilon: float
+    delta: float
     accountant: str
     warning: str | None = None
 
@@ -120,7 +124,7 @@ class Ledger:
         if not self._runs or self._runs[-1][0] != event:
             # A copy: a composed event holds a list, which its owner could still change.
             self._runs.append((event_from_json(event_to_json(event)), 0))
-        self._runs[-1] = (self._runs[-1][0], self._runs[-1][1] + count)
+        self._runs[-1] = (self._runs[-1][0], self._runs[-1][1] + int(count))
         self._spendings.clear()
         if self._headroom is not None:
             self._headroom.used += count
@@ -164,8 +168,10 @@ class Ledger:
 
     def declare_public(self, name: str, digest: str, count: int, detail: str = "") -> None:
         """Record that `count` samples with this sha256 are taken to be public."""
+        for label, text in (("name", name), ("digest", digest), ("detail", detail)):
+            _expect(isinstance(text, str), f"{label} to be a text", text)
         _check_count("count", count)
-        record = PublicRecord(name=name, digest=digest, count=count, detail=detail)
+        record = PublicRecord(name=name, digest=digest, count=int(count), detail=detail)
         if record not in self._public:
             self._public.append(record)
 
@@ -222,7 +228,7 @@ class Ledger:
                 f"{count} more of {event} would exceed the budget of ε = {self.budget.epsilon:g} "
                 f"at δ = {self.budget.delta:g}: ε = {self.epsilon():.4f} is spent, after "
                 f"{self.steps} steps. Stop training (the model is as private as its certificate "
-                "says), or start the ledger with a larger budget."
+                "says), or set a larger budget."
             )
 
 
@@ -283,8 +289,8 @@ class _Headroom:
 def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
     """The event of one training step, for every method; no noise is no privacy."""
     _check_sample_rate(sample_rate)
-    if _number("noise_multiplier", noise_multiplier) < 0 or math.isinf(noise_multiplier):
-        raise ValueError(f"Expected noise_multiplier >= 0 and finite, got {noise_multiplier}.")
+    in_range = 0 <= _number("noise_multiplier", noise_multiplier) < math.inf
+    _expect(in_range, "noise_multiplier >= 0 and finite", noise_multiplier)
     if noise_multiplier == 0:
         return dp_event.NonPrivateDpEvent()
     return dp_event.PoissonSampledDpEvent(
@@ -359,7 +365,7 @@ def _solve(epsilon_at: Callable[[float], float], start: float, target: float) ->
     aim = target - tolerance / 2
     smallest, largest = _NOISE_LIMITS
     bracket, x, reach = _Bracket(), -math.log(start), 0.0
-    while bracket.high - bracket.low > 1e-9 and smallest < math.exp(-x) < largest:
+    while bracket.high - bracket.low > 1e-6 and smallest < math.exp(-x) < largest:
         epsilon = epsilon_at(math.exp(-x))
         if target - tolerance <= epsilon <= target:
             return math.exp(-x)
@@ -383,8 +389,8 @@ def pld_interval(runs: Runs) -> float:
     if loss == math.inf:  # not private, or known to PLD alone
         return 1e-4
     if loss > 1e5:
-        raise OverflowError(f"privacy losses of up to {loss:.0f} are too large for a grid")
-    return math.ldexp(1e-4, math.floor(math.log2(max(loss, 1e-2) / 8)))
+        raise OverflowError(f"privacy losses of up to {loss:.3g} are too large for a grid")
+    return math.ldexp(1e-4, math.floor(math.log2(max(loss, 1e-2) / 4)))
 
 
 def _pld_epsilon(
@@ -420,26 +426,32 @@ _ACCOUNTANTS: Mapping[str, Callable[[Runs, float], float]] = {
 def _account(runs: Runs, delta: float, accountant: str) -> Spending:
     """ε by the chosen accountant, or by another if it cannot, or infinity: never an exception."""
     if not runs:
-        return Spending(epsilon=0.0, accountant=accountant)
-    infinite, problems = Spending(epsilon=math.inf, accountant=accountant), []
+        return Spending(epsilon=0.0, delta=delta, accountant=accountant)
+    problems = []
     for name in sorted(_ACCOUNTANTS, key=lambda name: name != accountant):
         try:
             epsilon = _ACCOUNTANTS[name](runs, delta)
         except Exception as error:  # refused, or numerical trouble of any kind
-            problems.append(f"{name}: {error}")
+            problems.append(textwrap.shorten(f"{name}: {error}", 200))
             continue
         if math.isfinite(epsilon):
-            reason = "; ".join(problems) or f"{accountant}: no finite ε at this δ"
+            reason = "; ".join(problems) or f"{accountant} gives no finite ε"
             warning = f"ε at δ = {delta:g} is by the {name} accountant ({reason})."
             return Spending(
-                epsilon=epsilon, accountant=name, warning=None if name == accountant else warning
+                epsilon=epsilon,
+                delta=delta,
+                accountant=name,
+                warning=None if name == accountant else warning,
             )
         if math.isnan(epsilon):
             problems.append(f"{name}: ε is not a number")
-    if not problems:
-        return infinite
     warning = f"ε at δ = {delta:g} is reported as infinite ({'; '.join(problems)})."
-    return dataclasses.replace(infinite, warning=warning)
+    return Spending(
+        epsilon=math.inf,
+        delta=delta,
+        accountant=accountant,
+        warning=warning if problems else None,
+    )
 
 
 def _hint(runs: Runs, delta: float) -> float:
@@ -477,8 +489,7 @@ def _merged(runs: Runs) -> Runs:
 def event_to_json(event: DpEvent) -> dict[str, Any]:
     """A dp_accounting event as plain JSON values, its numbers checked."""
     kind = type(event).__name__
-    if _KINDS.get(kind) is not type(event):
-        raise ValueError(f"Expected an event of dp_accounting.dp_event, got a {kind}.")
+    _expect(_KINDS.get(kind) is type(event), "an event of dp_accounting.dp_event", event)
     fields = {
         field.name: _field_to_json(f"{kind}.{field.name}", field.type, getattr(event, field.name))
         for field in attr.fields(type(event))
@@ -491,25 +502,21 @@ def _field_to_json(name: str, kind: Any, value: Any) -> Any:
         return event_to_json(value)
     if isinstance(value, list | tuple) and kind not in (int, float, DpEvent):
         return [_field_to_json(name, None, item) for item in value]
-    if kind is DpEvent:
-        raise ValueError(f"Expected {name} to be an event, got {value!r}.")
+    _expect(kind is not DpEvent, f"{name} to be an event", value)
     number = _number(name, value)
-    if name.endswith(".shape"):  # of a number of repetitions: may be infinite or above −1
+    if name.endswith(".shape"):  # of a number of repetitions: may be infinite, or above −1
         return "infinity" if number == math.inf else number
-    top = 1 if name.endswith("sampling_probability") else math.inf
-    if not (0 <= number <= top and math.isfinite(number)):
-        raise ValueError(
-            f"Expected {name} to be finite, not negative and at most {top}, got {value}."
-        )
-    if kind is int and not isinstance(value, Integral):
-        raise ValueError(f"Expected {name} to be a whole number, got {value!r}.")
+    # A negative count or probability would lower ε.
+    _expect(0 <= number < math.inf, f"{name} to be finite and not negative", value)
+    _expect(number <= 1 or not name.endswith("probability"), f"{name} to be at most 1", value)
+    _expect(kind is not int or isinstance(number, int), f"{name} to be a whole number", value)
     return number
 
 
 def event_from_json(data: Any) -> DpEvent:
     """The event that `event_to_json` wrote; ValueError if it could not have."""
-    if not isinstance(data, Mapping) or data.get("kind") not in _KINDS:
-        raise ValueError(f"Expected an event of a known kind, got {data!r}.")
+    known = isinstance(data, Mapping) and data.get("kind") in _KINDS
+    _expect(known, "an event of a known kind", data)
     fields = {name: _field_from_json(value) for name, value in data.items() if name != "kind"}
     try:
         event = _KINDS[data["kind"]](**fields)
@@ -529,26 +536,24 @@ def _field_from_json(value: Any) -> Any:
 
 def _parse_state(state: Mapping[str, Any]) -> Ledger:
     """A new ledger with the record of `state`, every part of it checked."""
+    ledger = Ledger()
     try:
-        if not isinstance(state, Mapping):
-            raise ValueError(f"expected a mapping, got a {type(state).__name__}")
-        if state["version"] != _STATE_VERSION:
-            raise ValueError(f"expected version {_STATE_VERSION}, got {state['version']!r}")
-        ledger = Ledger()
+        _expect(isinstance(state, Mapping), "a mapping", state)
+        _expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
+        for key in ("events", "warnings", "invalid", "public"):
+            _expect(isinstance(state[key], list), f"{key} to be a list", state[key])
         for entry in state["events"]:
             ledger.charge(event_from_json(entry["event"]), entry["count"])
-        if ledger.steps != state["steps"]:
-            raise ValueError(f"expected {state['steps']!r} steps, its events have {ledger.steps}")
-        for key in ("warnings", "invalid"):
-            if not all(isinstance(message, str) for message in state[key]):
-                raise ValueError(f"expected {key} to be texts, got {state[key]!r}")
-        ledger._warnings, ledger._invalid = list(state["warnings"]), list(state["invalid"])
+        _expect(state["steps"] == ledger.steps, f"the {ledger.steps} steps held", state["steps"])
+        for key, keep in (("warnings", ledger.warn), ("invalid", ledger.invalidate)):
+            for text in state[key]:
+                _expect(isinstance(text, str), f"{key} to hold texts", text)
+                keep(text)
         for record in state["public"]:
             ledger.declare_public(*(record[f.name] for f in dataclasses.fields(PublicRecord)))
-        if state["budget"] is not None:
-            ledger.budget = Budget(
-                epsilon=state["budget"]["epsilon"], delta=state["budget"]["delta"]
-            )
+        budget = state["budget"]
+        if budget is not None:
+            ledger.budget = Budget(epsilon=budget["epsilon"], delta=budget["delta"])
     except KeyError as error:
         raise ValueError(f"Cannot load the ledger state: {error} is missing.") from error
     except (ValueError, TypeError) as error:
@@ -566,36 +571,31 @@ def _is_prefix(held: Runs, loaded: Runs) -> bool:
     )
 
 
+def _expect(holds: bool, what: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"Expected {what}, got {value!r}.")
+
+
 def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise ValueError(f"Expected {name} to be a number, got {value!r}.")
+    a_number = not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)
+    _expect(a_number, f"{name} to be a number", value)
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if _number(name, value) <= 0:
-        raise ValueError(f"Expected {name} > 0, got {value}.")
-    if math.isinf(value):
-        raise ValueError(f"Expected {name} to be finite, got {value}.")
-
-
 def _check_delta(name: str, value: Any) -> float:
-    if not 0 < _number(name, value) < 1:
-        raise ValueError(f"Expected 0 < {name} < 1, got {value}.")
+    _expect(0 < _number(name, value) < 1, f"0 < {name} < 1", value)
     return float(value)
 
 
 def _check_sample_rate(value: Any) -> None:
-    if not 0 < _number("sample_rate", value) <= 1:
-        raise ValueError(f"Expected 0 < sample_rate <= 1, got {value}.")
+    _expect(0 < _number("sample_rate", value) <= 1, "0 < sample_rate <= 1", value)
 
 
 def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"Expected {name} to be a whole number of at least 1, got {value!r}.")
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    _expect(whole and value >= 1, f"{name} to be a whole number of at least 1", value)
 
 
 def _check_accountant(name: str) -> None:
-    if name not in _ACCOUNTANTS:
-        allowed = ", ".join(repr(known) for known in _ACCOUNTANTS)
-        raise ValueError(f"Expected accountant to be one of {allowed}, got {name!r}.")
+    allowed = ", ".join(repr(known) for known in _ACCOUNTANTS)
+    _expect(name in _ACCOUNTANTS, f"accountant to be one of {allowed}", name)

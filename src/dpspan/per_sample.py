@@ -19,7 +19,9 @@ def per_sample_gradients(
 
     Nothing here is private: this is the raw material of the mechanisms.
     """
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    sizes = {
+        leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
+    }
     if len(sizes) != 1:
         raise ValueError(
             f"Expected every tensor of the batch to have the same first dimension, got {sizes}."

@@ -13,6 +13,7 @@ import torch
 from dp_accounting import DpEvent
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from dpspan.capture import Capture, Hook
 from dpspan.errors import CaptureError
@@ -112,7 +113,9 @@ class PrivateStep:
 
     def _probe_once(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         samples = self._piece.samples if self._piece is not None else 0
-        if samples > 1 and self._capture.active:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_the_batch = any(leaf.shape[:1] == (samples,) for leaf in leaves)
+        if samples > 1 and is_the_batch and self._capture.active:
             self._probe_hook.remove()  # never again, and not inside its own runs
             probe(module, args, kwargs, samples)
 

@@ -35,10 +35,10 @@ class Draw(Protocol):
     independent_steps: ClassVar[bool]  # may an interrupted epoch go on with freshly drawn steps?
 
     @property
-    def records(self) -> int: ...  # noqa: D102
+    def records(self) -> int: ...
 
     @property
-    def steps_per_epoch(self) -> int: ...  # noqa: D102
+    def steps_per_epoch(self) -> int: ...
 
     def epoch(self, generator: Generator) -> Iterator[Tensor]:
         """Yield the record indices of each logical batch; a batch may be empty."""
@@ -186,7 +186,7 @@ class PrivateLoader:
         `generator` is for debugging: whoever knows its seed knows who took part in which step.
         By default the seed comes from OS entropy.
         """
-        records = _records_of(loader)
+        records = records_of(loader)
         if draw.records != records:
             raise ValueError(f"Expected draw.records {records}, the dataset's, got {draw.records}.")
         feed = _Feed()
@@ -316,7 +316,7 @@ class BatchMemoryManager:
 
 def sample_rate_of(loader: DataLoader[Any]) -> float:
     """The Poisson rate that gives the loader's batch size on average, at most 1."""
-    records = _records_of(loader)
+    records = records_of(loader)
     return min(1.0, (loader.batch_size or 0) / records)  # the 0 is for mypy: None was refused
 
 
@@ -346,7 +346,7 @@ def _emptied(one: Any, two: Any) -> Any:
     raise TypeError(f"no rule to cut {kind.__name__} to no samples")
 
 
-def _records_of(loader: DataLoader[Any]) -> int:
+def records_of(loader: DataLoader[Any]) -> int:
     """Count the records; refuse a loader that would lose its meaning with its sampling."""
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

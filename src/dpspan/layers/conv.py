@@ -126,7 +126,9 @@ class Patches:
 
     def _sequences(self, b: Tensor) -> Tensor:
         """Output gradients as (n, groups, positions, d_out)."""
-        return b.reshape(b.shape[0], self.groups, b.shape[1] // self.groups, self.depth).transpose(2, 3)
+        return b.reshape(b.shape[0], self.groups, b.shape[1] // self.groups, self.depth).transpose(
+            2, 3
+        )
 
     def _weight_gradient(self, x: Tensor, b: Tensor, samples: int) -> Tensor:
         """The weight gradient by torch itself, for `samples` samples laid side by side."""

@@ -63,9 +63,7 @@ class DPSGDMechanism:
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(g_i, C), by parameter."""
-        return gradients.combine(
-            clip_factors(self._clipping, gradients.norm_bounds(), self._clip)
-        )
+        return gradients.combine(clip_factors(self._clipping, gradients.norm_bounds(), self._clip))
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The sum plus z·C·N(0, I)."""

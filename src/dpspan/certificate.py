@@ -1,0 +1,124 @@
+"""The certificate: what a run guarantees and how it was spent, as one strict JSON document."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from dpspan.ledger import Ledger, event_to_json, pld_interval
+
+FORMAT = "dpspan.certificate"
+VERSION = 1
+_PACKAGES = ("dpspan", "torch", "dp-accounting", "numpy")
+
+
+def certificate(
+    ledger: Ledger, *, delta: float | None = None, training: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The document for what `ledger` holds, at δ (by default its budget's).
+
+    `training` describes method and sampling: public configuration, as plain values.
+    """
+    spending = ledger.spending(delta)  # first: it may add a warning
+    budget = ledger.budget
+    fallback = spending.accountant != ledger.accountant
+    interval = None
+    if spending.accountant == "pld" and math.isfinite(spending.epsilon):
+        interval = pld_interval(ledger.events)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "private": math.isfinite(spending.epsilon) and not ledger.invalid,
+        "not_private_because": _reasons(ledger, spending.epsilon),
+        "epsilon": spending.epsilon,
+        "delta": spending.delta,
+        "adjacency": "add or remove one record",
+        "budget": None if budget is None else asdict(budget),
+        "accountant": {
+            "chosen": ledger.accountant,
+            "used": spending.accountant,
+            "fallback": fallback,
+            "value_discretization_interval": interval,
+        },
+        "training": dict(training),
+        "steps": ledger.steps,
+        "events": [
+            {"count": count, "text": f"{count} × {event}", "event": event_to_json(event)}
+            for event, count in ledger.events
+        ],
+        "public": [
+            {"name": r.name, "count": r.count, "sha256": r.digest, "detail": r.detail}
+            for r in ledger.public
+        ],
+        "warnings": list(ledger.warnings),
+        "versions": _versions(),
+    }
+    return {key: _plain(key, value) for key, value in document.items()}
+
+
+def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:
+    """Write the document whole or not at all; OSError with the path if that is impossible."""
+    path = Path(path)
+    text = json.dumps(_plain("document", document), indent=2, ensure_ascii=False, allow_nan=False)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # or a crash could leave an empty file under the new name
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    except OSError as error:
+        raise OSError(
+            f"Cannot write the certificate to {path}: {error.strerror or error}. "
+            "Choose a folder that can be written to."
+        ) from error
+    return path
+
+
+def _reasons(ledger: Ledger, epsilon: float) -> list[str]:
+    infinite = [] if math.isfinite(epsilon) else ["no finite ε covers what was released"]
+    return [*infinite, *ledger.invalid]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _plain(where: str, value: Any) -> Any:
+    """The value in strict JSON; infinity, which JSON lacks, as a word."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{where}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and not math.isnan(value):
+        number = float(value)
+        return number if math.isfinite(number) else "infinity" if number > 0 else "-infinity"
+    raise ValueError(
+        f"Cannot put {where} into the certificate: expected text, numbers, lists and mappings, "
+        f"got {value!r} of type {type(value).__name__}."
+    )
