@@ -475,7 +475,7 @@ def test_step_without_a_batch_or_backward() -> None:
 
 
 def test_another_batch_than_the_sampled_one() -> None:
-    _, model, optimizer, loader = setup()
+    _, model, _, loader = setup()
     next(iter(loader))
     with pytest.raises(CaptureError, match=r"saw 40 samples, the batch has"):
         nn.CrossEntropyLoss()(model(data().tensors[0]), data().tensors[1]).backward()
@@ -516,7 +516,7 @@ def test_running_statistics_of_a_custom_layer_are_refused() -> None:
             return x
 
     engine, model, optimizer, loader = setup(module=nn.Sequential(Running(), nn.Linear(6, 2)))
-    with pytest.raises(CaptureError, match="Buffer '0.mean' was changed by the private batch"):
+    with pytest.raises(CaptureError, match=r"Buffer '0\.mean' was changed by the private batch"):
         train(model, optimizer, loader)
     assert engine.ledger.steps == 0
 
@@ -650,7 +650,7 @@ def test_fixed_seed_is_not_private() -> None:
     document = engine.certificate(1e-5)
     assert document["private"] is False
     assert "debug_seed" in json.dumps(document)
-    twin_engine, twin, optimizer, loader = setup(engine=PrivacyEngine(debug_seed=3))
+    _, twin, optimizer, loader = setup(engine=PrivacyEngine(debug_seed=3))
     train(twin, optimizer, loader)
     assert torch.equal(weights(twin), weights(model))
 

@@ -168,7 +168,7 @@ class Capture:
         anchor = self._anchors.setdefault(
             output.device, torch.zeros((), device=output.device, requires_grad=True)
         )
-        tapped: Tensor = _Tap.apply(anchor, output, heard)
+        tapped: Tensor = _Tap.apply(anchor, output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
     def add(self, parameter: nn.Parameter, term: Term, path: str) -> None:

@@ -113,7 +113,7 @@ class PerSampleGradients:
             shapes[f"{name}:left"], shapes[f"{name}:right"] = left.shape, right.shape
             if name in self._terms:
                 small = self._terms[name].compress(left.to(self._like), right.to(self._like))
-                terms[f"{name}:left"], terms[f"{name}:right"] = ([Rows(part)] for part in small)
+                terms[f"{name}:left"], terms[f"{name}:right"] = [Rows(small[0])], [Rows(small[1])]
         unknown = set(carriers) - set(self.shapes)
         if unknown:
             raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")

@@ -9,6 +9,7 @@ hardware rounds to relative precision r first (TF32, bfloat16; r = 0 when they e
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -53,10 +54,8 @@ def factor_rounding(x: Tensor) -> float:
         str(getattr(getattr(backend, operation, None), "fp32_precision", "none"))
         for backend, operation in sources
     ]
-    try:
+    with contextlib.suppress(RuntimeError):  # torch may refuse it once the new setting was used
         settings.append(torch.get_float32_matmul_precision())
-    except RuntimeError:  # torch refuses the old query once the new setting was used
-        pass
     return max(_FACTOR_ROUNDING.get(setting, 2.0**-8) for setting in settings)
 
 
@@ -79,8 +78,8 @@ def squared_norms(rows: Tensor) -> Tensor:
     flat = full_precision(rows).flatten(1)
     whole = flat.shape[1] - flat.shape[1] % _BLOCK
     blocks = flat[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
-    total = torch.linalg.vector_norm(blocks, dim=2).double().square().sum(1)
-    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square()
+    total: Tensor = torch.linalg.vector_norm(blocks, dim=2).double().square().sum(1)
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square()
     return total + rest
 
 

@@ -100,7 +100,7 @@ def _fix_instance_norm(module: nn.Module) -> nn.Module:
     assert isinstance(module, _InstanceNorm)
     if not module.track_running_stats:
         return module
-    without = type(module)(module.num_features, module.eps, module.momentum, module.affine)
+    without = type(module)(module.num_features, eps=module.eps, affine=module.affine)
     return _keep_affine(module, without)
 
 
