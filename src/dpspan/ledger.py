@@ -1,10 +1,12 @@
 """The record of what a run has released, and its price: dp_accounting's events and accountants."""
 
 import bisect
+import contextlib
 import dataclasses
+import logging
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -406,11 +408,24 @@ def _pld_epsilon(
 
 def _renyi(runs: Runs, orders: Sequence[float] | None) -> tuple[Any, Any]:
     accountant = rdp.RdpAccountant(orders)
-    for event, count in runs:
-        accountant.compose(event, count)
+    with _quiet_absl():
+        for event, count in runs:
+            accountant.compose(event, count)
     # A negative divergence is a rounding error; dp-accounting would take it for ε = 0.
     divergences = np.abs(accountant.rdp)
     return accountant.orders, np.where(np.isnan(divergences), np.inf, divergences)
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Iterator[None]:
+    """RDP logs each order that it leaves out, on every call; leaving one out is sound."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _rdp_epsilon(runs: Runs, delta: float, orders: Sequence[float] | None = None) -> float:
