@@ -38,7 +38,8 @@ class PrivacyEngine:
     """Makes one training run differentially private and keeps its books.
 
     `ledger` shares a budget with other releases from the same data. `debug_seed` fixes noise and
-    sampling; the certificate then says that the run is not private.
+    sampling; the certificate then says that the run is not private. `secure_mode` is Opacus'
+    and refused when set.
     """
 
     def __init__(
@@ -47,7 +48,14 @@ class PrivacyEngine:
         accountant: str = "pld",
         ledger: Ledger | None = None,
         debug_seed: int | None = None,
+        secure_mode: bool = False,
     ) -> None:
+        if secure_mode:
+            raise ValueError(
+                "secure_mode=True (noise from a cryptographic generator) is not available. Noise "
+                "comes from torch's generator, seeded from OS entropy; see docs/privacy.md for "
+                "what that does and does not cover."
+            )
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
         self._debug_seed = debug_seed
         if debug_seed is not None:
@@ -157,6 +165,11 @@ class PrivacyEngine:
         )
         self.ledger.reserve(_event(draw, noise_multiplier), events)
         return result
+
+    @property
+    def accountant(self) -> Ledger:
+        """The ledger, under the name it has in Opacus; `accountant.get_epsilon(delta)` works."""
+        return self.ledger
 
     def get_epsilon(self, delta: float | None = None) -> float:
         """ε spent so far at δ (by default the budget's δ)."""

@@ -149,6 +149,10 @@ class Ledger:
         """ε spent so far for adding or removing one record; infinite if nothing bounds it."""
         return self.spending(delta).epsilon
 
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """`epsilon`, under the name that dp-accounting's and Opacus' accountants use."""
+        return self.epsilon(delta)
+
     def replace_one_epsilon(self, delta: float | None = None) -> float:
         """ε for replacing one record: PLD only, as dp-accounting's RDP under-counts it."""
         delta = self._delta(delta)
