@@ -101,7 +101,7 @@ def run(out: Path, console: Console) -> None:
             for seed in range(RUNS):
                 model = network(seed)
                 rate = LEARNING_RATE if private else 0.3
-                optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+                optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=rate)
                 chosen: Any = loader
                 if private:
                     # Each run is a release of its own with its own budget: a user would train

@@ -19,6 +19,16 @@ class Noise:
         self.seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    def add(self, parts: dict[str, Tensor], std: float) -> dict[str, Tensor]:
+        """Each part plus independent N(0, std²) noise, drawn for all of them at once."""
+        sizes = [part.numel() for part in parts.values()]
+        flat = torch.cat([part.flatten() for part in parts.values()])
+        pieces = flat.add_(self.normal(flat, std)).split(sizes)
+        return {
+            name: piece.view_as(part)
+            for (name, part), piece in zip(parts.items(), pieces, strict=True)
+        }
+
     def normal(self, like: Tensor, std: float) -> Tensor:
         """Independent N(0, std²) numbers in the shape, dtype and device of `like`."""
         generator = self._generators.get(like.device)

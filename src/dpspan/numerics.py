@@ -29,16 +29,29 @@ _FACTOR_ROUNDING = {
 }
 
 
-class Squared(NamedTuple):
-    """Squared norms, one per sample: the best estimate and a bound it cannot exceed."""
+class SquaredNorms(NamedTuple):
+    """Squared norms of n vectors Σ_t b_t ⊗ a_t, and how far off they can be.
 
-    value: Tensor
-    bound: Tensor
+    The vector that is summed is at most √(value·(1 + α) + β·magnitude) + γ·√magnitude long.
+    """
+
+    value: Tensor  # (n,) float64, the estimate
+    magnitude: Tensor  # (n,) float64, at least (Σ_t ‖a_t‖‖b_t‖)²: what rounding is relative to
+    value_error: float  # α
+    magnitude_error: float  # β
+    summand_error: float  # γ: how far the summed vector can be from the measured one
+
+
+def bounds(value: Tensor, magnitude: Tensor, errors: Tensor) -> Tensor:
+    """Upper bounds of squared norms by the formula above, for rows (α, β, γ) of `errors`."""
+    alpha, beta, gamma = errors.unsqueeze(2).unbind(1)
+    measured = (value * (1 + alpha) + beta * magnitude).sqrt()
+    return (measured + gamma * magnitude.sqrt()).square()
 
 
 def unit_roundoff(x: Tensor) -> float:
-    """Relative error of one rounded operation in the dtype of `x`."""
-    return float(torch.finfo(x.dtype).eps) / 2
+    """Relative error of one rounded operation in the dtype of `x` (at least float32's)."""
+    return 2.0**-53 if x.dtype == torch.float64 else 2.0**-24
 
 
 def factor_rounding(x: Tensor) -> float:
@@ -64,6 +77,11 @@ def product_error(x: Tensor, terms: int) -> float:
     return 2 * factor_rounding(x) + (terms + 2) * unit_roundoff(x)
 
 
+def summand_error(x: Tensor) -> float:
+    """Bound of the error of a weighted product w·b·a that enters a sum, relative to |b||a|."""
+    return 2 * factor_rounding(x) + 4 * unit_roundoff(x)
+
+
 def full_precision(x: Tensor) -> Tensor:
     """`x` in at least float32: half precision is a storage format here, not an arithmetic."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -73,16 +91,21 @@ def squared_norms(rows: Tensor) -> Tensor:
     """Squared norm of each row (over all dimensions but the first), float64.
 
     Blocks of 256 squares are summed in working precision and the blocks in float64, so the
-    relative error is at most (256 + 4)·u however long the row is: see `norm_error`.
+    relative error is at most `norm_error`, however long the row is.
     """
     flat = full_precision(rows).flatten(1)
-    whole = flat.shape[1] - flat.shape[1] % _BLOCK
-    blocks = flat[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
-    total: Tensor = torch.linalg.vector_norm(blocks, dim=2).double().square().sum(1)
-    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square()
-    return total + rest
+    rest = flat.shape[1] % _BLOCK
+    whole = flat.shape[1] - rest
+    parts = []
+    if whole:
+        blocks = flat[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
+        parts.append(torch.linalg.vector_norm(blocks, dim=2).double().square().sum(1))
+    if rest or not whole:
+        parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square())
+    total: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return total
 
 
 def norm_error(x: Tensor) -> float:
     """Relative error bound of `squared_norms`."""
-    return (_BLOCK + 8) * unit_roundoff(full_precision(x))
+    return (_BLOCK + 8) * unit_roundoff(x)

@@ -108,8 +108,9 @@ class PrivateStep:
             self._ledger.charge(event)
         total, self._total = self._total, None
         released = self._mechanism.release(total, self._noise, self._noise_multiplier)
+        torch._foreach_div_(list(released.values()), self._lot_size)
         for name, value in released.items():
-            parameters[name].grad = value.div_(self._lot_size).to(parameters[name].dtype)
+            parameters[name].grad = value.to(parameters[name].dtype)
 
     def _probe_once(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         samples = self._piece.samples if self._piece is not None else 0

@@ -17,9 +17,9 @@ from dpspan.layers.terms import (
     compact,
     compress_rows,
     instantiated_norms,
-    without_zero_weights,
+    kept,
 )
-from dpspan.numerics import Squared, full_precision, squared_norms
+from dpspan.numerics import SquaredNorms, full_precision, squared_norms
 
 # Below this many input channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
@@ -63,29 +63,28 @@ class Patches:
         x = x.reshape(1, n * x.shape[1], *x.shape[2:])
         return self._weight_gradient(x, b, samples=n).reshape(n, self.weight.numel())
 
-    def squared_norms(self) -> Squared:
+    def squared_norms(self) -> SquaredNorms:
         positions, d_in = self.depth, self.weight[1:].numel()
         d_out = self.weight[0] // self.groups
         if positions * (d_in + d_out) >= d_in * d_out:
             return instantiated_norms(self, self.weight.numel())
-        parts = []
+        parts: list[SquaredNorms] = []
         for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):
             a = self._unfold(full_precision(self.x[start:stop]))
             b = self._sequences(full_precision(self.b[start:stop]))
             # A group sees its own channels only: groups are like samples, then added up.
-            ghost = Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms()
-            parts.append([part.view(-1, self.groups).sum(1) for part in ghost])
-        value, bound = (torch.cat(part) for part in zip(*parts, strict=True))
-        return Squared(value, bound)
+            parts.append(Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms())
+        value = torch.cat([part.value for part in parts]).view(-1, self.groups).sum(1)
+        magnitude = torch.cat([part.magnitude for part in parts]).view(-1, self.groups).sum(1)
+        return parts[0]._replace(value=value, magnitude=magnitude)
 
     def magnitudes(self) -> Tensor:
         # An input number lies in at most one patch per kernel entry.
         overlap = self.weight[2:].numel()
         return overlap * squared_norms(self.x) * squared_norms(self.b)
 
-    def combine(self, weights: Tensor) -> Tensor:
-        x = full_precision(without_zero_weights(weights, self.x))
-        b = full_precision(without_zero_weights(weights, self.b))
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        x, b = kept(self.x, dropped), kept(self.b, dropped)
         b = b * weights.view(-1, *([1] * (b.dim() - 1)))
         if not x.is_cuda:
             return self._weight_gradient(x, b, samples=1).flatten()

@@ -15,14 +15,14 @@ from dpspan.layers.terms import (
     compact,
     compress_rows,
     instantiated_norms,
-    without_zero_weights,
+    kept,
 )
 from dpspan.numerics import (
-    Squared,
-    factor_rounding,
+    SquaredNorms,
     full_precision,
     product_error,
     squared_norms,
+    summand_error,
     unit_roundoff,
 )
 
@@ -49,7 +49,7 @@ class Lookup:
         out = b.new_zeros(n * self.entries, width)
         return out.index_add_(0, lines.flatten(), b.flatten(0, 1)).view(n, self.entries * width)
 
-    def squared_norms(self) -> Squared:
+    def squared_norms(self) -> SquaredNorms:
         """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
         steps, width = self.b.shape[1:]
         if steps * steps > self.entries:
@@ -59,18 +59,17 @@ class Lookup:
             index, b = self.index[start:stop], full_precision(self.b[start:stop])
             same = index[:, :, None] == index[:, None, :]
             values.append((torch.bmm(b, b.transpose(1, 2)) * same).sum(2).double().sum(1))
-        value, magnitudes = torch.cat(values).clamp(min=0), self.magnitudes()
-        x = full_precision(self.b[:0])
-        u = unit_roundoff(x)
-        upper = value + (product_error(x, width) + (steps + 4) * u) * magnitudes
-        rounding = (2 * factor_rounding(x) + 4 * u) * magnitudes.sqrt()
-        return Squared(value, (upper.sqrt() + rounding).square())
+        x = self.b
+        error = product_error(x, width) + (steps + 4) * unit_roundoff(x)
+        return SquaredNorms(
+            torch.cat(values).clamp(min=0), self.magnitudes(), 0.0, error, summand_error(x)
+        )
 
     def magnitudes(self) -> Tensor:
         return self.depth * squared_norms(self.b)
 
-    def combine(self, weights: Tensor) -> Tensor:
-        b = full_precision(without_zero_weights(weights, self.b)) * weights.view(-1, 1, 1)
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        b = kept(self.b, dropped) * weights.view(-1, 1, 1)
         out = b.new_zeros(self.entries, b.shape[2])
         return out.index_add_(0, self.index.flatten(), b.flatten(0, 1)).flatten()
 

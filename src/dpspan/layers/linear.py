@@ -8,20 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpspan.layers.terms import (
-    Rows,
-    Term,
-    blocks,
-    compact,
-    without_zero_weights,
-)
+from dpspan.layers.terms import Rows, Term, blocks, compact, kept
 from dpspan.numerics import (
-    Squared,
-    factor_rounding,
+    SquaredNorms,
     full_precision,
     norm_error,
     product_error,
     squared_norms,
+    summand_error,
     unit_roundoff,
 )
 
@@ -45,41 +39,36 @@ class Outer:
         a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
         return torch.bmm(b.transpose(1, 2), a).flatten(1)
 
-    def squared_norms(self) -> Squared:
+    def squared_norms(self) -> SquaredNorms:
         """Ghost norm: Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩, which for T = 1 is ‖a‖²‖b‖²."""
-        magnitudes = self.magnitudes()
-        x = full_precision(self.a[:0])
-        steps, u = self.depth, unit_roundoff(x)
+        x, (n, steps) = self.a, self.a.shape[:2]
         if steps == 1:
-            value, relative = magnitudes, 2 * norm_error(x)
-        else:
-            value = self._ghost()
-            # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
-            relative = (
-                product_error(x, self.a.shape[2])
-                + product_error(x, self.b.shape[2])
-                + (steps + 4) * u
-            )
-        upper = value.clamp(min=0) + relative * magnitudes
-        # `combine` rounds each factor once more before it multiplies.
-        rounding = (2 * factor_rounding(x) + 4 * u) * magnitudes.sqrt()
-        return Squared(value.clamp(min=0), (upper.sqrt() + rounding).square())
-
-    def _ghost(self) -> Tensor:
-        n, steps = self.a.shape[:2]
-        values = []
-        for start, stop in blocks(n, 2 * steps * steps, self.a):
+            value = self.magnitudes()
+            return SquaredNorms(value, value, 2 * norm_error(x), 0.0, summand_error(x))
+        values, magnitudes = [], []
+        for start, stop in blocks(n, 2 * steps * steps, x):
             a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
-            products = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(b, b.transpose(1, 2)))
-            values.append(products.sum(2).double().sum(1))
-        return torch.cat(values)
+            aa, bb = torch.bmm(a, a.transpose(1, 2)), torch.bmm(b, b.transpose(1, 2))
+            squares = torch.stack([k.diagonal(dim1=1, dim2=2).sum(1) for k in (aa, bb)])
+            magnitudes.append(squares.double().prod(0))
+            values.append(aa.mul_(bb).sum(2).double().sum(1))
+        # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
+        error = product_error(x, self.a.shape[2]) + product_error(x, self.b.shape[2])
+        return SquaredNorms(
+            torch.cat(values).clamp(min=0),
+            torch.cat(magnitudes) * (1 + 2 * error),
+            0.0,
+            error + (2 * steps + 4) * unit_roundoff(x),
+            summand_error(x),
+        )
 
     def magnitudes(self) -> Tensor:
         return squared_norms(self.a) * squared_norms(self.b)
 
-    def combine(self, weights: Tensor) -> Tensor:
-        a = full_precision(without_zero_weights(weights, self.a))
-        b = full_precision(without_zero_weights(weights, self.b)) * weights.view(-1, 1, 1)
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        a, b = kept(self.a, dropped), kept(self.b, dropped)
+        w = weights.view(-1, 1, 1)
+        a, b = (a * w, b) if a.shape[2] < b.shape[2] else (a, b * w)  # scale the smaller side
         return (b.flatten(0, 1).T @ a.flatten(0, 1)).flatten()
 
     def kernel(self, other: Term) -> Tensor | None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dpspan.numerics import (
-    Squared,
+    SquaredNorms,
     factor_rounding,
     full_precision,
     norm_error,
     product_error,
     squared_norms,
-    unit_roundoff,
+    summand_error,
 )
 
 # Working memory of one block of samples. On a CPU larger temporaries cost more than they save: an
@@ -44,14 +44,17 @@ class Term(Protocol):
     def rows(self, start: int, stop: int) -> Tensor:
         """The gradients of samples start … stop − 1 as rows, (stop − start, d)."""
 
-    def squared_norms(self) -> Squared:
+    def squared_norms(self) -> SquaredNorms:
         """Squared row norms by the cheaper of instantiating and the kernel form."""
 
     def magnitudes(self) -> Tensor:
         """Squares of an upper bound of Σ_t ‖a_t‖‖b_t‖ per sample: what rounding is relative to."""
 
-    def combine(self, weights: Tensor) -> Tensor:
-        """Weighted sum of the rows, (d,). A row of weight zero adds nothing, even if not finite."""
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        """Weighted sum of the rows, (d,), in which `dropped` samples are blanked.
+
+        A dropped sample has weight zero, but 0 · NaN is not 0. None: all samples are kept.
+        """
 
     def kernel(self, other: Term) -> Tensor | None:
         """Inner products with the rows of `other` without rows, or None where rows are cheaper."""
@@ -68,18 +71,14 @@ def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tupl
         yield start, min(start + size, samples)
 
 
-def without_zero_weights(weights: Tensor, x: Tensor) -> Tensor:
-    """`x` with the samples of weight zero blanked, so that 0 · NaN is 0 in the sum.
-
-    On a CPU looking first is cheaper than copying; on a GPU looking would stall the stream.
-    """
-    dead = weights == 0
-    if dead.device.type == "cpu" and not bool(dead.any()):
-        return x
-    return x.masked_fill(dead.view(-1, *([1] * (x.dim() - 1))), 0.0)
+def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
+    """`x` (n, …) with the dropped samples blanked."""
+    if dropped is None:
+        return full_precision(x)
+    return full_precision(x).masked_fill(dropped.view(-1, *([1] * (x.dim() - 1))), 0.0)
 
 
-def instantiated_norms(term: Term, row_size: int) -> Squared:
+def instantiated_norms(term: Term, row_size: int) -> SquaredNorms:
     """Squared norms from rows, a block of samples at a time, each block dropped after use.
 
     `combine` sums products of the factors, not these rows, so the bound adds what rounding the
@@ -90,9 +89,8 @@ def instantiated_norms(term: Term, row_size: int) -> Squared:
         squared_norms(term.rows(start, stop))
         for start, stop in blocks(term.samples, row_size, empty)
     ]
-    value, magnitudes = torch.cat(values), term.magnitudes()
-    hidden = (product_error(empty, term.depth) + 2 * unit_roundoff(empty)) * magnitudes.sqrt()
-    return Squared(value, ((value * (1 + norm_error(empty))).sqrt() + hidden).square())
+    hidden = product_error(empty, term.depth) + summand_error(empty)
+    return SquaredNorms(torch.cat(values), term.magnitudes(), norm_error(empty), 0.0, hidden)
 
 
 @dataclass(frozen=True)
@@ -112,19 +110,16 @@ class Rows:
     def rows(self, start: int, stop: int) -> Tensor:
         return full_precision(self.values[start:stop].flatten(1))
 
-    def squared_norms(self) -> Squared:
-        value = squared_norms(self.values)
-        x = full_precision(self.values[:0])
-        # The rows are the vectors that are summed; only their product with a weight rounds them.
-        slack = norm_error(x) + 4 * factor_rounding(x)
-        return Squared(value, value * (1 + slack))
+    def squared_norms(self) -> SquaredNorms:
+        # The rows are the vectors that are summed; only a reduced precision rounds them again.
+        x, value = self.values, squared_norms(self.values)
+        return SquaredNorms(value, value, norm_error(x), 0.0, 2 * factor_rounding(x))
 
     def magnitudes(self) -> Tensor:
         return squared_norms(self.values)
 
-    def combine(self, weights: Tensor) -> Tensor:
-        values = full_precision(self.values.flatten(1))
-        return weights @ without_zero_weights(weights, values)
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        return weights @ kept(self.values.flatten(1), dropped)
 
     def kernel(self, other: Term) -> Tensor | None:
         return None
@@ -154,15 +149,15 @@ class Sum:
             total = total + term.rows(start, stop)
         return total
 
-    def squared_norms(self) -> Squared:
+    def squared_norms(self) -> SquaredNorms:
         return instantiated_norms(self, self.row_size)
 
     def magnitudes(self) -> Tensor:
         roots = torch.stack([term.magnitudes().sqrt() for term in self.terms])
         return roots.sum(0).square()
 
-    def combine(self, weights: Tensor) -> Tensor:
-        return torch.stack([term.combine(weights) for term in self.terms]).sum(0)
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        return torch.stack([term.combine(weights, dropped) for term in self.terms]).sum(0)
 
     def kernel(self, other: Term) -> Tensor | None:
         return None

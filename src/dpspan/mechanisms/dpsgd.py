@@ -67,8 +67,7 @@ class DPSGDMechanism:
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The sum plus z·C·N(0, I)."""
-        std = noise_multiplier * self._clip
-        return {name: part + noise.normal(part, std) for name, part in total.items()}
+        return noise.add(total, std=noise_multiplier * self._clip)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is carried from step to step."""
