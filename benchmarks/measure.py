@@ -1,14 +1,13 @@
 """How it is measured: steps in turn within one process, peak memory in a process of its own."""
 
 import gc
-import json
 import random
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,13 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.contenders import CONTENDERS, NOISE, Contender, naive_gradient
-from benchmarks.problems import SEED, Problem
+from benchmarks.problems import PROBLEMS, SEED, Problem
 
 Step = Callable[[], None]
 WARMUP = 1  # rounds, after the first step that shows whether a contender runs
 MEMORY_STEPS = 2
 CHECK_BATCH = 32
+PRELOAD = ["benchmarks.measure", "opacus", "torch._dynamo"]
 
 
 def configure(threads: int | None, tf32: bool) -> None:
@@ -60,7 +60,7 @@ def disagreement(name: str, problem: Problem, batch: int, device: str) -> float:
 
 
 class Bystanders:
-    """The share of the machine's processors that other processes use meanwhile."""
+    """The share of the processors used by others meanwhile: processes, or a host (steal)."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -69,7 +69,8 @@ class Bystanders:
     def _read() -> tuple[float, float]:
         all_times, own = psutil.cpu_times(), psutil.Process().cpu_times()
         idle = all_times.idle + getattr(all_times, "iowait", 0.0)
-        busy = all_times.user + all_times.system + getattr(all_times, "nice", 0.0)
+        extra = (getattr(all_times, kind, 0.0) for kind in ("nice", "steal"))
+        busy = all_times.user + all_times.system + sum(extra)
         return busy - own.user - own.system, busy + idle
 
     def share(self) -> float:
@@ -86,6 +87,8 @@ def interleave(
     The machine's moods thus fall on all contenders alike. Without `repeats`, as many rounds as
     fit into `seconds`, but 5 to 50.
     """
+    if not steps:
+        return {}
     order = list(steps)
     shuffle = random.Random(SEED).shuffle
 
@@ -108,14 +111,18 @@ def interleave(
 
 
 def peak_memory(model: str, contender: str, batch: int, device: str, tf32: bool) -> dict[str, Any]:
-    """Peak bytes of a contender's first steps, measured in a fresh process."""
-    command = [sys.executable, "-m", __spec__.name, model, contender]
-    command += [str(batch), device, str(torch.get_num_threads()), str(int(tf32))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"reason": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    """Peak bytes of a contender's first steps, measured in a fresh process.
+
+    The process is forked from one that has imported everything and run nothing.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    arguments = (model, contender, batch, device, torch.get_num_threads(), tf32)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_measure_memory, *arguments).result()
+        except Exception as error:  # out of memory, for example: a result like any other
+            return {"reason": reason(error)}
 
 
 def _sampled_peak(run: Step) -> int:
@@ -161,23 +168,19 @@ def _peak_of(run: Step, device: str) -> dict[str, Any]:
     return {"before": before, "peak": peak, "above": peak - before, "source": source}
 
 
-def _main(model: str, contender: str, batch: str, device: str, threads: str, tf32: str) -> None:
-    """Print one contender's memory: level with model and data in place, then two steps."""
-    from benchmarks.problems import PROBLEMS
-
-    configure(int(threads), bool(int(tf32)))
+def _measure_memory(
+    model: str, contender: str, batch: int, device: str, threads: int, tf32: bool
+) -> dict[str, Any]:
+    """The memory of one contender's first steps; runs in the fresh process."""
+    configure(threads, tf32)
     problem = PROBLEMS[model]
     # A step of two samples first, so that loading code does not count as the step's memory.
     prepare(contender, problem, 2, device, NOISE).step()
-    network, data = problem.model(device), problem.data(int(batch), device)
+    network, data = problem.model(device), problem.data(batch, device)
 
     def run() -> None:
         step = CONTENDERS[contender](network, *data, NOISE).step
         for _ in range(MEMORY_STEPS):
             step()
 
-    print(json.dumps(_peak_of(run, device)))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    return _peak_of(run, device)

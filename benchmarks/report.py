@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -55,7 +56,7 @@ def summarise(results: Results) -> None:
         contenders = model["contenders"]
         timed = {name: c for name, c in contenders.items() if "milliseconds" in c}
         for c in timed.values():
-            low, middle, high = statistics.quantiles(c["milliseconds"], n=4, method="inclusive")
+            low, middle, high = np.quantile(c["milliseconds"], [0.25, 0.5, 0.75]).tolist()
             c["time"] = {"median": middle, "quartiles": [low, high]}
         opacus = [name for name in timed if name.startswith("opacus")]
         fastest = min(opacus, key=lambda name: timed[name]["time"]["median"], default=None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dpspan
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.linear import Outer
-from dpspan.numerics import bounds
+from dpspan.numerics import Arithmetic, bounds
 from oracle import per_sample_matrix
 from problems import PROBLEMS, loss_per_sample, make
 
@@ -243,7 +243,7 @@ def test_ghost_norms_bound_sequences_that_cancel() -> None:
         b[:, -1] = -b[:, :-1].sum(1) + 10.0 ** (-trial / 8) * torch.randn(8, 60)
         term = Outer(a, b)
         exact = Outer(a.double(), b.double()).rows(0, 8).square().sum(1)
-        squared = term.squared_norms()
+        squared = term.squared_norms(Arithmetic.of(a))
         errors = torch.tensor([squared[2:]], dtype=torch.float64)
         assert (bounds(squared.value[None], squared.magnitude[None], errors)[0] >= exact).all()
         lost += int((squared.value < exact).sum())

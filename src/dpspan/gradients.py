@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpspan.layers.linear import Outer
 from dpspan.layers.terms import Rows, Sum, Term, blocks
-from dpspan.numerics import bounds, full_precision, unit_roundoff
+from dpspan.numerics import Arithmetic, bounds, full_precision
 
 _SMALL = 2048  # numbers per sample up to which rows are worth packing together
 
@@ -54,7 +54,7 @@ class PerSampleGradients:
         """
         _, bound = self._squared_norms
         # The margin is for the weights, which are rounded to working precision.
-        return self._scale * (1 + 16 * unit_roundoff(self._like)) * bound.sqrt()
+        return self._scale * (1 + 16 * Arithmetic.of(self._like).unit) * bound.sqrt()
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀJ, a weighted sum of the gradients, by parameter.
@@ -142,7 +142,8 @@ class PerSampleGradients:
     @cached_property
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
-        parts = [term.squared_norms() for _, term in self._packed]
+        arithmetic = Arithmetic.of(self._like)
+        parts = [term.squared_norms(arithmetic) for _, term in self._packed]
         if not parts:
             zero = torch.zeros(self.samples, dtype=torch.float64, device=self._like.device)
             return zero, zero

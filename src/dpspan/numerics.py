@@ -10,6 +10,7 @@ hardware rounds to relative precision r first (TF32, bfloat16; r = 0 when they e
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,37 +50,43 @@ def bounds(value: Tensor, magnitude: Tensor, errors: Tensor) -> Tensor:
     return (measured + gamma * magnitude.sqrt()).square()
 
 
-def unit_roundoff(x: Tensor) -> float:
-    """Relative error of one rounded operation in the dtype of `x` (at least float32's)."""
-    return 2.0**-53 if x.dtype == torch.float64 else 2.0**-24
+@dataclass(frozen=True)
+class Arithmetic:
+    """The precision in which matrix products are computed."""
 
+    unit: float  # u, relative error of one rounded operation
+    factor: float  # r, relative rounding of the factors of a matrix product
 
-def factor_rounding(x: Tensor) -> float:
-    """Relative rounding of the factors of a matrix product on `x`, by torch's current settings."""
-    if x.dtype == torch.float64:
-        return 0.0
-    backends = torch.backends
-    sources = (
-        (backends.cuda, "matmul"),
-        *(((backends.mkldnn, "matmul"), (backends.mkldnn, "conv")) if not x.is_cuda else ()),
-    )
-    settings = [
-        str(getattr(getattr(backend, operation, None), "fp32_precision", "none"))
-        for backend, operation in sources
-    ]
-    with contextlib.suppress(RuntimeError):  # torch may refuse it once the new setting was used
-        settings.append(torch.get_float32_matmul_precision())
-    return max(_FACTOR_ROUNDING.get(setting, 2.0**-8) for setting in settings)
+    @classmethod
+    def of(cls, x: Tensor) -> Arithmetic:
+        """The arithmetic for tensors like `x` under torch's current settings."""
+        if x.dtype == torch.float64:
+            return cls(2.0**-53, 0.0)
+        backends = torch.backends
+        sources = [(backends.cuda, "matmul")]
+        if not x.is_cuda:
+            sources += [(backends.mkldnn, "matmul"), (backends.mkldnn, "conv")]
+        settings = [
+            str(getattr(getattr(backend, operation, None), "fp32_precision", "none"))
+            for backend, operation in sources
+        ]
+        with contextlib.suppress(RuntimeError):  # torch may refuse it once the new setting was used
+            settings.append(torch.get_float32_matmul_precision())
+        return cls(2.0**-24, max(_FACTOR_ROUNDING.get(name, 2.0**-8) for name in settings))
 
+    def product(self, terms: int) -> float:
+        """Bound of the error of a dot product of `terms` terms, relative to Σ|x_i||y_i|."""
+        return 2 * self.factor + (terms + 2) * self.unit
 
-def product_error(x: Tensor, terms: int) -> float:
-    """Bound of the error of a dot product of `terms` terms, relative to Σ|x_i||y_i|."""
-    return 2 * factor_rounding(x) + (terms + 2) * unit_roundoff(x)
+    @property
+    def summand(self) -> float:
+        """Bound of the error of a weighted product w·b·a that enters a sum, relative to |b||a|."""
+        return 2 * self.factor + 4 * self.unit
 
-
-def summand_error(x: Tensor) -> float:
-    """Bound of the error of a weighted product w·b·a that enters a sum, relative to |b||a|."""
-    return 2 * factor_rounding(x) + 4 * unit_roundoff(x)
+    @property
+    def norm(self) -> float:
+        """Relative error bound of `squared_norms`."""
+        return (_BLOCK + 8) * self.unit
 
 
 def full_precision(x: Tensor) -> Tensor:
@@ -91,7 +98,7 @@ def squared_norms(rows: Tensor) -> Tensor:
     """Squared norm of each row (over all dimensions but the first), float64.
 
     Blocks of 256 squares are summed in working precision and the blocks in float64, so the
-    relative error is at most `norm_error`, however long the row is.
+    relative error is at most `Arithmetic.norm`, however long the row is.
     """
     flat = full_precision(rows).flatten(1)
     rest = flat.shape[1] % _BLOCK
@@ -104,8 +111,3 @@ def squared_norms(rows: Tensor) -> Tensor:
         parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square())
     total: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return total
-
-
-def norm_error(x: Tensor) -> float:
-    """Relative error bound of `squared_norms`."""
-    return (_BLOCK + 8) * unit_roundoff(x)

@@ -19,7 +19,13 @@ from dpspan.layers.terms import (
     instantiated_norms,
     kept,
 )
-from dpspan.numerics import SquaredNorms, full_precision, squared_norms
+from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
+
+_COST_OF_PATCHES = 4
+
+# Rows of up to this many bytes are kept even where the factors are smaller: otherwise they are
+# made for the norm and the sum convolves once more.
+_ROWS_KEPT_BYTES = 8 * 2**20
 
 # Below this many input channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
@@ -49,31 +55,40 @@ class Patches:
         return self.b.shape[2:].numel()
 
     def rows(self, start: int, stop: int) -> Tensor:
-        x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
-        if start == stop:
+        x, b, n = (
+            full_precision(self.x[start:stop]),
+            full_precision(self.b[start:stop]),
+            stop - start,
+        )
+        if n == 0:
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
         thin = self.weight[1] < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda or one_by_one or thin:
-            a, b = self._unfold(x), self._sequences(b)
-            return (b.transpose(2, 3) @ a).flatten(1)
+            patches = self.depth * self.weight[1:].numel() * self.groups
+            return torch.cat(
+                [
+                    (self._sequences(b[i:j]).transpose(2, 3) @ self._unfold(x[i:j])).flatten(1)
+                    for i, j in blocks(n, patches, x)
+                ]
+            )
         # One group per sample: the library's own weight gradient then keeps the samples apart.
-        n = stop - start
         b = b.reshape(1, n * self.weight[0], *b.shape[2:])
         x = x.reshape(1, n * x.shape[1], *x.shape[2:])
         return self._weight_gradient(x, b, samples=n).reshape(n, self.weight.numel())
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         positions, d_in = self.depth, self.weight[1:].numel()
         d_out = self.weight[0] // self.groups
-        if positions * (d_in + d_out) >= d_in * d_out:
-            return instantiated_norms(self, self.weight.numel())
+        # The ghost norm must write out every patch first: it has to be much cheaper to pay.
+        if _COST_OF_PATCHES * positions * (d_in + d_out) >= d_in * d_out:
+            return instantiated_norms(self, self.weight.numel(), arithmetic)
         parts: list[SquaredNorms] = []
         for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):
             a = self._unfold(full_precision(self.x[start:stop]))
             b = self._sequences(full_precision(self.b[start:stop]))
             # A group sees its own channels only: groups are like samples, then added up.
-            parts.append(Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms())
+            parts.append(Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms(arithmetic))
         value = torch.cat([part.value for part in parts]).view(-1, self.groups).sum(1)
         magnitude = torch.cat([part.magnitude for part in parts]).view(-1, self.groups).sum(1)
         return parts[0]._replace(value=value, magnitude=magnitude)
@@ -162,5 +177,6 @@ def conv_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str
     weight = module.weight.shape
     patches = Patches(x, grad, weight, module.stride, padding, module.dilation, module.groups)
     stored = x.shape[1:].numel() + grad.shape[1:].numel()
-    yield "weight", compact(patches, weight.numel(), stored)
+    few = x.shape[0] * weight.numel() * 4 <= _ROWS_KEPT_BYTES
+    yield "weight", compact(patches, weight.numel(), weight.numel() if few else stored)
     yield "bias", Rows(grad.flatten(2).sum(2))

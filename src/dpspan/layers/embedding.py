@@ -17,14 +17,7 @@ from dpspan.layers.terms import (
     instantiated_norms,
     kept,
 )
-from dpspan.numerics import (
-    SquaredNorms,
-    full_precision,
-    product_error,
-    squared_norms,
-    summand_error,
-    unit_roundoff,
-)
+from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
 
 @dataclass(frozen=True)
@@ -49,21 +42,19 @@ class Lookup:
         out = b.new_zeros(n * self.entries, width)
         return out.index_add_(0, lines.flatten(), b.flatten(0, 1)).view(n, self.entries * width)
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
         steps, width = self.b.shape[1:]
         if steps * steps > self.entries:
-            return instantiated_norms(self, self.entries * width)
+            return instantiated_norms(self, self.entries * width, arithmetic)
         values = []
         for start, stop in blocks(self.samples, 2 * steps * steps, self.b):
             index, b = self.index[start:stop], full_precision(self.b[start:stop])
             same = index[:, :, None] == index[:, None, :]
             values.append((torch.bmm(b, b.transpose(1, 2)) * same).sum(2).double().sum(1))
-        x = self.b
-        error = product_error(x, width) + (steps + 4) * unit_roundoff(x)
-        return SquaredNorms(
-            torch.cat(values).clamp(min=0), self.magnitudes(), 0.0, error, summand_error(x)
-        )
+        error = arithmetic.product(width) + (steps + 4) * arithmetic.unit
+        value = torch.cat(values).clamp(min=0)
+        return SquaredNorms(value, self.magnitudes(), 0.0, error, arithmetic.summand)
 
     def magnitudes(self) -> Tensor:
         return self.depth * squared_norms(self.b)

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpspan.layers.terms import Rows, Term, blocks, compact, kept
-from dpspan.numerics import (
-    SquaredNorms,
-    full_precision,
-    norm_error,
-    product_error,
-    squared_norms,
-    summand_error,
-    unit_roundoff,
-)
+from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
 
 @dataclass(frozen=True)
@@ -39,12 +31,12 @@ class Outer:
         a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
         return torch.bmm(b.transpose(1, 2), a).flatten(1)
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Ghost norm: Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩, which for T = 1 is ‖a‖²‖b‖²."""
         x, (n, steps) = self.a, self.a.shape[:2]
         if steps == 1:
             value = self.magnitudes()
-            return SquaredNorms(value, value, 2 * norm_error(x), 0.0, summand_error(x))
+            return SquaredNorms(value, value, 2 * arithmetic.norm, 0.0, arithmetic.summand)
         values, magnitudes = [], []
         for start, stop in blocks(n, 2 * steps * steps, x):
             a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
@@ -53,13 +45,13 @@ class Outer:
             magnitudes.append(squares.double().prod(0))
             values.append(aa.mul_(bb).sum(2).double().sum(1))
         # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
-        error = product_error(x, self.a.shape[2]) + product_error(x, self.b.shape[2])
+        error = arithmetic.product(self.a.shape[2]) + arithmetic.product(self.b.shape[2])
         return SquaredNorms(
             torch.cat(values).clamp(min=0),
             torch.cat(magnitudes) * (1 + 2 * error),
             0.0,
-            error + (2 * steps + 4) * unit_roundoff(x),
-            summand_error(x),
+            error + (2 * steps + 4) * arithmetic.unit,
+            arithmetic.summand,
         )
 
     def magnitudes(self) -> Tensor:

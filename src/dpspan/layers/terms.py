@@ -13,20 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpspan.numerics import (
-    SquaredNorms,
-    factor_rounding,
-    full_precision,
-    norm_error,
-    product_error,
-    squared_norms,
-    summand_error,
-)
+from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
-# Working memory of one block of samples. On a CPU larger temporaries cost more than they save: an
-# allocation above 32 MiB is mapped and zeroed anew by the system at every step. A GPU wants few
-# large launches, and its allocator keeps what it has.
-_CPU_WORKSPACE_BYTES = 16 * 2**20
+# Working memory of one block of samples. On a CPU larger temporaries cost more than they save: they
+# leave the cache, and the system maps and zeroes them anew at every step. A GPU wants few large
+# launches, and its allocator keeps what it has.
+_CPU_WORKSPACE_BYTES = 4 * 2**20
 _GPU_WORKSPACE_BYTES = 1024 * 2**20
 
 
@@ -44,7 +36,7 @@ class Term(Protocol):
     def rows(self, start: int, stop: int) -> Tensor:
         """The gradients of samples start … stop − 1 as rows, (stop − start, d)."""
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Squared row norms by the cheaper of instantiating and the kernel form."""
 
     def magnitudes(self) -> Tensor:
@@ -78,7 +70,7 @@ def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
     return full_precision(x).masked_fill(dropped.view(-1, *([1] * (x.dim() - 1))), 0.0)
 
 
-def instantiated_norms(term: Term, row_size: int) -> SquaredNorms:
+def instantiated_norms(term: Term, row_size: int, arithmetic: Arithmetic) -> SquaredNorms:
     """Squared norms from rows, a block of samples at a time, each block dropped after use.
 
     `combine` sums products of the factors, not these rows, so the bound adds what rounding the
@@ -89,8 +81,8 @@ def instantiated_norms(term: Term, row_size: int) -> SquaredNorms:
         squared_norms(term.rows(start, stop))
         for start, stop in blocks(term.samples, row_size, empty)
     ]
-    hidden = product_error(empty, term.depth) + summand_error(empty)
-    return SquaredNorms(torch.cat(values), term.magnitudes(), norm_error(empty), 0.0, hidden)
+    hidden = arithmetic.product(term.depth) + arithmetic.summand
+    return SquaredNorms(torch.cat(values), term.magnitudes(), arithmetic.norm, 0.0, hidden)
 
 
 @dataclass(frozen=True)
@@ -110,10 +102,10 @@ class Rows:
     def rows(self, start: int, stop: int) -> Tensor:
         return full_precision(self.values[start:stop].flatten(1))
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         # The rows are the vectors that are summed; only a reduced precision rounds them again.
-        x, value = self.values, squared_norms(self.values)
-        return SquaredNorms(value, value, norm_error(x), 0.0, 2 * factor_rounding(x))
+        value = squared_norms(self.values)
+        return SquaredNorms(value, value, arithmetic.norm, 0.0, 2 * arithmetic.factor)
 
     def magnitudes(self) -> Tensor:
         return squared_norms(self.values)
@@ -149,8 +141,8 @@ class Sum:
             total = total + term.rows(start, stop)
         return total
 
-    def squared_norms(self) -> SquaredNorms:
-        return instantiated_norms(self, self.row_size)
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
+        return instantiated_norms(self, self.row_size, arithmetic)
 
     def magnitudes(self) -> Tensor:
         roots = torch.stack([term.magnitudes().sqrt() for term in self.terms])
