@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dpspan.layers.linear import Outer
-from dpspan.layers.terms import Rows, Sum, Term, blocks
+from dpspan.layers.terms import Rows, Sum, Term, blocks, joined
 from dpspan.numerics import Arithmetic, bounds, full_precision
 
-_SMALL = 2048  # numbers per sample up to which rows are worth packing together
+_SMALL = 512  # numbers per sample up to which rows are worth packing together
 
 
 class PerSampleGradients:
@@ -191,7 +191,7 @@ def _inner(term: Term, other: Term) -> Tensor:
     if by_kernel is not None:
         return by_kernel
     rows = other.rows(0, other.samples)
-    return torch.cat(
+    return joined(
         [
             term.rows(start, stop) @ rows.T
             for start, stop in blocks(term.samples, rows.shape[1], rows)

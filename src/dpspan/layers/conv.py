@@ -17,6 +17,7 @@ from dpspan.layers.terms import (
     compact,
     compress_rows,
     instantiated_norms,
+    joined,
     kept,
 )
 from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
@@ -66,7 +67,7 @@ class Patches:
         thin = self.weight[1] < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda or one_by_one or thin:
             patches = self.depth * self.weight[1:].numel() * self.groups
-            return torch.cat(
+            return joined(
                 [
                     (self._sequences(b[i:j]).transpose(2, 3) @ self._unfold(x[i:j])).flatten(1)
                     for i, j in blocks(n, patches, x)
@@ -89,8 +90,8 @@ class Patches:
             b = self._sequences(full_precision(self.b[start:stop]))
             # A group sees its own channels only: groups are like samples, then added up.
             parts.append(Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms(arithmetic))
-        value = torch.cat([part.value for part in parts]).view(-1, self.groups).sum(1)
-        magnitude = torch.cat([part.magnitude for part in parts]).view(-1, self.groups).sum(1)
+        value = joined([part.value for part in parts]).view(-1, self.groups).sum(1)
+        magnitude = joined([part.magnitude for part in parts]).view(-1, self.groups).sum(1)
         return parts[0]._replace(value=value, magnitude=magnitude)
 
     def magnitudes(self) -> Tensor:

@@ -15,6 +15,7 @@ from dpspan.layers.terms import (
     compact,
     compress_rows,
     instantiated_norms,
+    joined,
     kept,
 )
 from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
@@ -53,7 +54,7 @@ class Lookup:
             same = index[:, :, None] == index[:, None, :]
             values.append((torch.bmm(b, b.transpose(1, 2)) * same).sum(2).double().sum(1))
         error = arithmetic.product(width) + (steps + 4) * arithmetic.unit
-        value = torch.cat(values).clamp(min=0)
+        value = joined(values).clamp(min=0)
         return SquaredNorms(value, self.magnitudes(), 0.0, error, arithmetic.summand)
 
     def magnitudes(self) -> Tensor:
@@ -77,7 +78,7 @@ class Lookup:
             same = self.index[start:stop].reshape(-1, 1) == index
             products = ((mine @ b.T) * same).view(stop - start, self.depth, m, other.depth)
             values.append(products.sum((1, 3)))
-        return torch.cat(values)
+        return joined(values)
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)

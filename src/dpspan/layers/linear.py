@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpspan.layers.terms import Rows, Term, blocks, compact, kept
+from dpspan.layers.terms import Rows, Term, blocks, compact, joined, kept
 from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
 
@@ -47,8 +47,8 @@ class Outer:
         # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
         error = arithmetic.product(self.a.shape[2]) + arithmetic.product(self.b.shape[2])
         return SquaredNorms(
-            torch.cat(values).clamp(min=0),
-            torch.cat(magnitudes) * (1 + 2 * error),
+            joined(values).clamp(min=0),
+            joined(magnitudes) * (1 + 2 * error),
             0.0,
             error + (2 * steps + 4) * arithmetic.unit,
             arithmetic.summand,
@@ -79,7 +79,7 @@ class Outer:
             right = full_precision(self.b[start:stop]).flatten(0, 1) @ b.T
             products = left.mul_(right).view(stop - start, self.depth, m, other.depth)
             values.append(products.sum((1, 3)))
-        return torch.cat(values)
+        return joined(values)
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         a, b = full_precision(self.a), full_precision(self.b)

@@ -63,6 +63,11 @@ def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tupl
         yield start, min(start + size, samples)
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The blocks' results one after the other; one block needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
     """`x` (n, …) with the dropped samples blanked."""
     if dropped is None:
@@ -82,7 +87,7 @@ def instantiated_norms(term: Term, row_size: int, arithmetic: Arithmetic) -> Squ
         for start, stop in blocks(term.samples, row_size, empty)
     ]
     hidden = arithmetic.product(term.depth) + arithmetic.summand
-    return SquaredNorms(torch.cat(values), term.magnitudes(), arithmetic.norm, 0.0, hidden)
+    return SquaredNorms(joined(values), term.magnitudes(), arithmetic.norm, 0.0, hidden)
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def compress_rows(term: Term, left: Tensor, right: Tensor) -> tuple[Tensor, Tens
         g = term.rows(start, stop).unflatten(1, (d_out, d_in))
         lefts.append(g @ right.T)
         rights.append(left.T @ g)
-    return torch.cat(lefts), torch.cat(rights)
+    return joined(lefts), joined(rights)
 
 
 def compact(term: Term, row_size: int, stored: int) -> Term:
