@@ -176,6 +176,50 @@ def test_convolution_of_any_geometry(
     check_everything(model, torch.randn(*shape, dtype=torch.float64))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(0, 4),
+    lead=st.lists(st.integers(1, 4), max_size=2),
+    entries=st.integers(1, 30),
+    width=st.integers(1, 5),
+    padding=st.booleans(),
+)
+def test_embedding_of_any_shape(
+    samples: int, lead: list[int], entries: int, width: int, padding: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(entries, width, padding_idx=0 if padding else None).double()
+    check_everything(model, torch.randint(0, entries, (samples, *lead)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 4),
+    lead=st.lists(st.integers(1, 3), max_size=2),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    size=st.integers(2, 4),
+)
+def test_norms_of_any_shape(
+    samples: int, lead: list[int], groups: int, per_group: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    channels = groups * per_group
+    image = torch.randn(samples, channels, *lead, size, dtype=torch.float64)
+    sequence = torch.randn(samples, *lead, channels, size, dtype=torch.float64)
+    for model, x in (
+        (nn.GroupNorm(groups, channels), image),
+        (nn.LayerNorm(size), sequence),
+        (nn.LayerNorm((channels, size)), sequence),
+        (nn.RMSNorm(size), sequence),
+        (nn.InstanceNorm1d(channels, affine=True), image.flatten(2)),
+    ):
+        model = model.double()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        check_everything(model, x)
+
+
 def check_everything(model: nn.Module, x: Tensor) -> None:
     J, oracle = both(model, x)
     assert_close(J.matrix(), oracle, torch.float64)
