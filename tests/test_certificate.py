@@ -13,8 +13,10 @@ import torch
 from dp_accounting import dp_event, pld
 from dp_accounting.dp_event import GaussianDpEvent
 
+from dpspan.accounting import Budget
 from dpspan.certificate import certificate, write_certificate
-from dpspan.ledger import Budget, Ledger, event_from_json, step_event
+from dpspan.events import event_from_json, step_event
+from dpspan.ledger import Ledger
 
 DELTA = 1e-5
 TRAINING = {"method": {"name": "DP-SGD", "clip": 1.0}, "sampling": "Poisson, q = 0.025"}

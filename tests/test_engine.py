@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpspan
 from dpspan import DPSGD, BudgetExceeded, CaptureError, PrivacyEngine
-from dpspan.ledger import Budget, Ledger, step_event
+from dpspan.accounting import Budget
+from dpspan.events import step_event
+from dpspan.ledger import Ledger
 
 N = 40
 
@@ -262,6 +264,27 @@ def test_partition_charges_an_epoch_that_was_left_early() -> None:
     assert engine.ledger.events == ((GaussianDpEvent(1.0), 2),)
 
 
+def test_partition_stays_refused_once_the_budget_is_spent() -> None:
+    """Catching the error and going on within the epoch must not make its other steps free."""
+    ledger = Ledger(budget=Budget(epsilon=3.0, delta=1e-5))
+    engine, model, optimizer, loader = setup(
+        engine=PrivacyEngine(ledger=ledger), poisson_sampling=False, noise_multiplier=1.5
+    )
+    refused = 0
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            before = weights(model)
+            try:
+                optimizer.step()
+            except BudgetExceeded:
+                refused += 1
+                assert torch.equal(weights(model), before)
+    assert engine.ledger.events == ((GaussianDpEvent(1.5), 1),)
+    assert refused == len(loader)
+
+
 def test_partition_with_a_target() -> None:
     engine = PrivacyEngine()
     model = network()
@@ -474,6 +497,32 @@ def test_step_without_a_batch_or_backward() -> None:
     optimizer.step()
     with pytest.raises(CaptureError, match="without a fresh batch"):
         optimizer.step()
+
+
+def test_gradients_must_not_pile_up_without_steps() -> None:
+    for pieces in (None, 2):
+        _, model, _, loader = setup(max_physical_batch_size=pieces)
+        with pytest.raises(CaptureError, match="pass max_physical_batch_size"):
+            for x, y in loader:
+                nn.CrossEntropyLoss()(model(x), y).backward()
+
+
+def test_a_batch_may_be_skipped() -> None:
+    engine, model, optimizer, loader = setup()
+    for number, (x, y) in enumerate(loader):
+        if number == 1:
+            continue
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+    assert engine.ledger.steps == 3
+
+
+def test_parameters_added_to_the_optimizer_later_are_refused() -> None:
+    engine, model, optimizer, loader = setup()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match="Parameter group 1 of the optimizer"):
+        train(model, optimizer, loader)
+    assert engine.ledger.steps == 0
 
 
 def test_another_batch_than_the_sampled_one() -> None:

@@ -132,6 +132,19 @@ def test_probe_finds_a_batch_that_is_not_the_first_dimension() -> None:
         probe(Folding(), (torch.randn(4, 4, 3),), {}, 4)
 
 
+def test_probe_finds_a_summary_of_the_batch() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(x.mean(0, keepdim=True))
+
+    with pytest.raises(dpspan.UnsupportedModule, match=r"'layer' \(Linear\)"):
+        probe(Pooled(), (torch.randn(8, 4),), {}, 8)
+
+
 def test_probe_passes_ordinary_models_and_leaves_the_rng_alone() -> None:
     from problems import PROBLEMS, make
 

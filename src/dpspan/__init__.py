@@ -1,5 +1,7 @@
 """Differentially private PyTorch training that uses the low-dimensional span of gradients."""
 
+from dpspan.accounting import Budget as Budget
+from dpspan.accounting import calibrate as calibrate
 from dpspan.capture import Capture as Capture
 from dpspan.certificate import write_certificate as write_certificate
 from dpspan.clipping import AutomaticClipping as AutomaticClipping
@@ -10,9 +12,7 @@ from dpspan.errors import CaptureError as CaptureError
 from dpspan.errors import DPSpanError as DPSpanError
 from dpspan.errors import UnsupportedModule as UnsupportedModule
 from dpspan.gradients import PerSampleGradients as PerSampleGradients
-from dpspan.ledger import Budget as Budget
 from dpspan.ledger import Ledger as Ledger
-from dpspan.ledger import calibrate as calibrate
 from dpspan.mechanisms import DPSGD as DPSGD
 from dpspan.per_sample import per_sample_gradients as per_sample_gradients
 from dpspan.sampling import BatchMemoryManager as BatchMemoryManager

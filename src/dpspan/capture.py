@@ -35,7 +35,7 @@ class Capture:
         self._discard = False
         self._inside_generic = False
         self._batch = 0  # tells a late backward pass from one that belongs to this batch
-        self._heard = False
+        self.heard = False  # whether a backward pass has reached the expected batch
         self._terms: dict[nn.Parameter, list[Term]] = {}
         self._handles: list[RemovableHandle] = []
         self._generic: list[nn.Module] = []
@@ -62,7 +62,7 @@ class Capture:
                     "gradients are not clipped. Unfreeze it before make_private."
                 )
         samples = 0 if self._discard else self._expected
-        if samples > 0 and not self._heard:
+        if samples > 0 and not self.heard:
             raise CaptureError(
                 f"No gradient was recorded for the batch of {samples} samples. Call the model on "
                 "the batch with gradients enabled and loss.backward() before optimizer.step()."
@@ -74,7 +74,7 @@ class Capture:
         return PerSampleGradients(shapes, terms, samples, like=like.detach(), scale=scale)
 
     def _forget(self) -> None:
-        self._expected, self._discard, self._heard = None, False, False
+        self._expected, self._discard, self.heard = None, False, False
         self._batch += 1
         self._terms = {}
 
@@ -155,7 +155,7 @@ class Capture:
                     f"backward() reached '{path}' after its batch was finished. Call backward() "
                     "once per batch, before optimizer.step()."
                 )
-            self._heard = True
+            self.heard = True
             if not self._discard:
                 with torch.no_grad():
                     receive(grad)

@@ -13,7 +13,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from dpspan.ledger import Ledger, event_to_json, pld_interval
+from dpspan.accounting import pld_interval
+from dpspan.events import event_to_json
+from dpspan.ledger import Ledger
 
 FORMAT = "dpspan.certificate"
 VERSION = 1

@@ -12,13 +12,15 @@ from torch import Generator, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dpspan.accounting import Budget, calibrate_event
 from dpspan.certificate import certificate, write_certificate
 from dpspan.checkpoint import load_file, save_file
 from dpspan.criterion import check_reduction, watch
-from dpspan.ledger import Budget, Ledger, calibrate_event, step_event
+from dpspan.events import step_event
+from dpspan.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method
 from dpspan.noise import Noise
-from dpspan.private_step import PrivateStep
+from dpspan.private_step import PrivateStep, check_optimizer
 from dpspan.sampling import (
     Draw,
     PartitionDraw,
@@ -311,7 +313,7 @@ class PrivacyEngine:
         _check_noise(noise_multiplier, non_private)
         check_reduction(criterion, loss_reduction)
         validate(module)
-        _check_optimizer(optimizer, module)
+        check_optimizer(optimizer, module)
         lot_size = float(expected_batch_size or data_loader.batch_size or 0)
         if not 0 < lot_size < math.inf:
             raise ValueError(f"Expected expected_batch_size > 0, got {expected_batch_size}.")
@@ -326,12 +328,12 @@ class PrivacyEngine:
         mechanism = method.bind(module)
         charged_epochs: set[int] = set()
 
-        def event() -> DpEvent | None:
-            if isinstance(draw, PartitionDraw):  # one event per epoch, before its first release
-                if loader.epoch in charged_epochs:
-                    return None
+        def charge() -> None:
+            if isinstance(draw, PoissonDraw):
+                self.ledger.charge(_event(draw, noise_multiplier))
+            elif loader.epoch not in charged_epochs:  # once per epoch, before its first release
+                self.ledger.charge(_event(draw, noise_multiplier))
                 charged_epochs.add(loader.epoch)
-            return _event(draw, noise_multiplier)
 
         step = PrivateStep(
             module=module,
@@ -341,8 +343,7 @@ class PrivacyEngine:
             noise_multiplier=noise_multiplier,
             lot_size=lot_size,
             mean_loss=loss_reduction == "mean",
-            ledger=self.ledger,
-            event=event,
+            charge=charge,
         )
         loader.on_piece = step.on_piece
         if isinstance(draw, PartitionDraw):
@@ -413,13 +414,3 @@ def _check_noise(noise_multiplier: float, non_private: bool) -> None:
             "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
             "non_private=True; the certificate will say so."
         )
-
-
-def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    known = set(module.parameters())
-    for index, group in enumerate(optimizer.param_groups):
-        if any(parameter not in known for parameter in group["params"]):
-            raise ValueError(
-                f"Parameter group {index} of the optimizer holds a parameter that is not part of "
-                "the model. Build the optimizer from model.parameters() (after dpspan.fix)."
-            )

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dpspan.capture import Capture, Hook
 from dpspan.errors import CaptureError
-from dpspan.ledger import Ledger
 from dpspan.mechanisms.base import Mechanism, Sums
 from dpspan.noise import Noise
 from dpspan.probe import probe
@@ -37,8 +35,7 @@ class PrivateStep:
         noise_multiplier: float,
         lot_size: float,
         mean_loss: bool,
-        ledger: Ledger,
-        event: Callable[[], DpEvent | None],
+        charge: Callable[[], None],
     ) -> None:
         self._module = module
         self._capture = Capture(module)
@@ -47,8 +44,7 @@ class PrivateStep:
         self._noise_multiplier = noise_multiplier
         self._lot_size = lot_size
         self._mean_loss = mean_loss
-        self._ledger = ledger
-        self._event = event
+        self._charge = charge
         self._piece: Piece | None = None
         self._total: Sums | None = None
         self._buffers: dict[str, tuple[Tensor, int]] = {}
@@ -59,6 +55,12 @@ class PrivateStep:
 
     def on_piece(self, piece: Piece) -> None:
         """A piece of a batch is about to be handed to the training loop."""
+        if self._piece is not None and self._capture.heard:
+            raise CaptureError(
+                "backward() was called on the last batch, but optimizer.step() was not, so its "
+                "gradients would be lost. Call optimizer.step() for every batch of the loader. To "
+                "gather a large batch from small pieces, pass max_physical_batch_size instead."
+            )
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = None
         self._piece = piece
@@ -71,6 +73,7 @@ class PrivateStep:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Optimizer hook: put the released gradient where the optimizer looks for it."""
+        check_optimizer(optimizer, self._module)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._finish_piece()
@@ -103,10 +106,8 @@ class PrivateStep:
             for parameter in parameters.values():
                 parameter.grad = None  # torch optimizers leave such parameters alone
             return
-        event = self._event()
-        if event is not None:
-            self._ledger.charge(event)
         total, self._total = self._total, None
+        self._charge()  # before anything is released; raises if the budget does not allow it
         released = self._mechanism.release(total, self._noise, self._noise_multiplier)
         torch._foreach_div_(list(released.values()), self._lot_size)
         for name, value in released.items():
@@ -138,3 +139,15 @@ class PrivateStep:
         self._step_hook.remove()
         self._probe_hook.remove()
         self._capture.remove()
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that would move parameters which the private step does not cover."""
+    known = set(module.parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        if any(parameter not in known for parameter in group["params"]):
+            raise ValueError(
+                f"Parameter group {index} of the optimizer holds a parameter that is not part of "
+                "the model, so its gradient is not private. Build the optimizer from "
+                "model.parameters() (after dpspan.fix)."
+            )

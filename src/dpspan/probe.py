@@ -38,8 +38,8 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sampl
         if path != other or not torch.equal(x.nan_to_num(), y.nan_to_num()):
             return
         if x.shape[0] != few or z.shape[0] != fewer:
-            if x.shape == z.shape and x.shape[0] == 1:  # the same for every sample
-                continue
+            if x.shape == z.shape and x.shape[0] == 1 and not _differ(x, z):
+                continue  # the same whatever the batch holds: positions, for example
             raise UnsupportedModule(
                 f"{name} gave an output of first dimension {x.shape[0]} for {few} samples and "
                 f"{z.shape[0]} for {fewer}: the first dimension must be the batch everywhere. "

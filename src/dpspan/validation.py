@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -105,6 +104,8 @@ def _fix_instance_norm(module: nn.Module) -> nn.Module:
 
 
 def _fix_recurrent(module: nn.Module) -> nn.Module:
+    from opacus.validators import ModuleValidator  # here: importing Opacus takes a second
+
     fixer: Callable[[nn.Module], nn.Module] | None = ModuleValidator.FIXERS.get(type(module))
     return module if fixer is None else fixer(module)
 
