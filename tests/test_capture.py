@@ -287,3 +287,156 @@ def test_empty_batch() -> None:
         J = per_sample_gradients(model, loss_per_sample, x[:0])
         assert J.samples == 0
         assert all(not v.any() for v in J.combine(torch.zeros(0)).values())
+
+
+# -- modules that are not quite what they seem ----------------------------------------------------
+
+
+def check(model: nn.Module, x: Tensor) -> None:
+    J = per_sample_gradients(model, loss_per_sample, x)
+    assert torch.allclose(J.matrix(), per_sample_matrix(model, loss_per_sample, x), atol=1e-5)
+
+
+class Standardised(nn.Conv2d):
+    """Overrides what forward calls, not forward itself."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight - weight.mean((1, 2, 3), keepdim=True)
+        return super()._conv_forward(x, weight, bias)
+
+
+def test_subclass_that_overrides_a_part_of_forward() -> None:
+    torch.manual_seed(0)
+    check(nn.Sequential(Standardised(3, 4, 3)), torch.randn(5, 3, 6, 6))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Bilinear])
+def test_forward_given_to_an_instance_is_used_and_given_back(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4) if kind is nn.Linear else nn.Bilinear(4, 4, 4)
+    weight = layer.weight if kind is nn.Linear else layer.weight[0]
+    layer.forward = lambda x: F.linear(
+        x, (layer.weight if kind is nn.Linear else layer.weight[0]) ** 2
+    )
+    mine = layer.forward
+    x = torch.randn(5, 4)
+    assert torch.allclose(layer(x), F.linear(x, weight**2))
+    check(nn.Sequential(layer), x)
+    assert layer.forward is mine
+
+
+def test_hooks_on_a_module_without_a_rule_run_once() -> None:
+    from problems import Custom
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Custom())
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    check(model, torch.randn(5, 5))
+
+
+def test_lists_of_parameters_belong_to_their_holder() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scales[0]).tanh() * self.scales[1]
+
+    check(nn.Sequential(nn.Linear(4, 4), Scales()), torch.randn(5, 4))
+
+
+def test_attention_mask_of_the_size_of_the_batch() -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return self.attention(x, x, x, attn_mask=mask)[0]
+
+    torch.manual_seed(0)
+    check(Causal(), torch.randn(4, 4, 8))
+
+
+def test_output_without_a_batch_is_refused() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * self.scale, self.scale.sum()
+
+    with pytest.raises(CaptureError, match="no batch dimension in front"):
+        per_sample_gradients(Norm(), lambda m, x: m(x)[0].sum(1), torch.randn(3, 4))
+
+
+def test_input_by_keyword() -> None:
+    model = nn.LayerNorm(4)
+    J = per_sample_gradients(model, lambda m, x: m(input=x).sum(1), torch.randn(3, 4))
+    assert J.samples == 3
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model, x = make("mlp")
+    x.requires_grad_(True)
+
+    def penalised(m: nn.Module, x: Tensor) -> Tensor:
+        output = m(x).sum(1)
+        (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output + grad.square().sum(1)
+
+    with pytest.raises(CaptureError, match="create_graph"):
+        per_sample_gradients(model, penalised, x)
+
+
+def test_two_captures_do_not_meet() -> None:
+    model, x = make("mlp")
+    with Capture(model) as capture:
+        per_sample_gradients(model, loss_per_sample, x)  # the other one is at rest: fine
+        capture.expect(len(x))
+        with pytest.raises(CaptureError, match="in the middle of a private step"):
+            per_sample_gradients(model, loss_per_sample, x)
+
+
+def test_an_interrupted_forward_pass_gives_parameters_back() -> None:
+    class Interrupted(nn.Linear):
+        pass
+
+    model = nn.Sequential(Interrupted(4, 4))
+    with Capture(model) as capture:
+        capture.expect(2)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = model[0].register_forward_hook(interrupt, prepend=True)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 4))
+        handle.remove()
+        capture.expect(2)
+        assert all(p.requires_grad for p in model.parameters())
+        model(torch.randn(2, 4)).sum().backward()
+        assert set(capture.collect().shapes) == {"0.weight", "0.bias"}
+
+
+def test_half_precision_around_backward_leaves_the_sums_exact() -> None:
+    """Two tokens that nearly cancel: in bfloat16 the norm would be lost, and with it the clip."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    a = torch.randn(1, 1, 64).expand(1, 2, 64) * torch.tensor([[[1.0], [1.001]]])
+    direction = torch.randn(1, 1, 64)
+    with Capture(model) as capture:
+        capture.expect(1)
+        output = model(a)
+        signs = torch.tensor([[[1.0], [-1.0]]])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (output * signs * direction).sum().backward()
+            J = capture.collect()
+            bound, rows = J.norm_bounds(), J.matrix()
+    assert rows.dtype == torch.float32
+    assert float(bound) >= float(rows.double().norm())
+    assert float(bound) <= 0.1 * float(direction.norm() * a.norm())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpspan.clipping import AutomaticClipping, FlatClipping, clip_factors
+from dpspan.clipping import AutomaticClipping, FlatClipping, clip_factors, describe
 
 norm_lists = st.lists(st.floats().map(abs), min_size=1, max_size=8)  # with NaN and infinity
 
@@ -20,8 +20,8 @@ norm_lists = st.lists(st.floats().map(abs), min_size=1, max_size=8)  # with NaN 
 class Rogue:
     value: float
 
-    def factors(self, norms: Tensor, clip: float) -> Tensor:
-        return torch.full_like(norms, self.value)
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        return torch.full_like(norm, self.value)
 
 
 @given(norm_lists, st.floats(1e-3, 1e3), st.floats())
@@ -34,6 +34,21 @@ def test_no_rule_exceeds_the_clip(values: list[float], clip: float, rogue: float
         finite = torch.isfinite(norms)
         assert (factors[~finite] == 0).all()
         assert (factors[finite] * norms[finite] <= clip * (1 + 1e-12)).all()
+
+
+class Collective:
+    """Would clip everybody by the largest norm of the batch: one newcomer would move all."""
+
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        return clip / norm.max()
+
+
+def test_a_rule_cannot_look_at_other_samples() -> None:
+    norms = torch.tensor([1.0, 2.0, 100.0]).double()
+    factors = clip_factors(Collective(), norms, 1.0)
+    assert torch.allclose(factors, 1 / norms)
+    assert describe(Collective()) == "Collective"
+    assert describe(AutomaticClipping()) == "AutomaticClipping(stability=0.01)"
 
 
 def test_flat_clipping_leaves_short_gradients_alone() -> None:

@@ -113,6 +113,26 @@ def test_cancelling_sequences_stay_within_the_clip() -> None:
         assert float((factor[:, None] * exact).norm()) <= CLIP
 
 
+@pytest.mark.parametrize(("small", "large"), [(2.6e-23, 6e20), (3e-22, 1e21), (1e-25, 1e24)])
+@pytest.mark.parametrize("sequence", [1, 3])
+def test_underflow_hides_nothing(small: float, large: float, sequence: int) -> None:
+    """‖a‖² vanishes in float32 while ‖a‖‖b‖ does not."""
+    torch.manual_seed(0)
+    a = small * torch.randn(4, sequence, 784).sign()
+    b = large * torch.randn(4, sequence, 10).sign()
+    total = flat(mechanism().clipped_sum(outer(a[:1], b[:1])))
+    assert float(total.double().norm()) <= CLIP * (1 + 1e-6)
+
+
+def test_no_clip_factor_without_limit() -> None:
+    tiny = AutomaticClipping(stability=1e-30)
+    total = flat(mechanism(tiny).clipped_sum(rows(torch.full((1, 20), 1e-23))))
+    assert float(total.norm()) <= CLIP
+    small = DPSGD(clip=1.3e-7).bind(nn.Linear(1, 1))
+    total = flat(small.clipped_sum(rows(torch.full((1, 20), 3e37))))
+    assert float(total.double().norm()) <= 1.3e-7 * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_sample_contributes_nothing(bad: float) -> None:
     model, x = make("mlp")
@@ -165,6 +185,20 @@ def test_noise_is_fresh() -> None:
     one = Noise().normal(like, 1.0)
     torch.manual_seed(0)
     assert not torch.equal(one, Noise().normal(like, 1.0))  # torch's global seed plays no part
+
+
+def test_noise_has_more_than_the_32_bits_of_a_torch_seed() -> None:
+    """Two generators whose seeds torch cannot tell apart must give different noise."""
+    from dpspan import noise as module
+
+    states = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(7)
+        module._fill_state(generator)
+        states.append(torch.randn(1000, generator=generator))
+    assert not torch.equal(*states)
+    assert abs(float(torch.cat(states).mean())) < 5.5 / math.sqrt(2000)
+    assert abs(float(torch.cat(states).var()) - 1) < 5.5 * math.sqrt(2 / 2000)
 
 
 # -- configuration --------------------------------------------------------------------------------

@@ -94,6 +94,14 @@ def test_other_refusals() -> None:
     refused(nn.Sequential(weight_norm(nn.Linear(3, 3))), "remove_parametrizations")
     refused(nn.Sequential(nn.LazyLinear(3)), "not initialised")
     refused(nn.Linear(3, 3).requires_grad_(False), "no trainable parameter")
+    refused(nn.Linear(3, 3, dtype=torch.cfloat), "its parameters are complex")
+
+
+def test_fix_keeps_a_shared_module_shared() -> None:
+    norm = nn.BatchNorm1d(4)
+    fixed = dpspan.fix(nn.Sequential(norm, nn.Linear(4, 4), norm))
+    assert isinstance(fixed[0], nn.GroupNorm)
+    assert fixed[0] is fixed[2]
 
 
 def test_all_problems_are_listed_at_once() -> None:
@@ -121,10 +129,13 @@ class Folding(nn.Module):
 
 
 def test_probe_finds_hand_made_mixing_and_names_it() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), HandMadeBatchNorm(), nn.Linear(4, 2))
+    class Dropout(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.5)
+
+    model = nn.Sequential(nn.Linear(4, 4), Dropout(), HandMadeBatchNorm(), nn.Linear(4, 2))
     with pytest.raises(dpspan.UnsupportedModule, match=r"'2' \(HandMadeBatchNorm\).*mixes samples"):
         probe(model, (torch.randn(8, 4),), {}, 8)
-    assert model[1].training
 
 
 def test_probe_finds_a_batch_that_is_not_the_first_dimension() -> None:

@@ -9,13 +9,14 @@ reach a parameter came by a way the capture does not see: that is an error, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.errors import CaptureError
@@ -23,6 +24,7 @@ from dpspan.gradients import PerSampleGradients
 from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
 from dpspan.layers.terms import Rows, Term
+from dpspan.numerics import exact
 
 
 class Capture:
@@ -34,14 +36,26 @@ class Capture:
         self._expected: int | None = None
         self._discard = False
         self._inside_generic = False
+        self._sees_batch = False  # inside a call of the model that was given the batch
+        self._hidden: set[nn.Parameter] = set()
         self._batch = 0  # tells a late backward pass from one that belongs to this batch
         self.heard = False  # whether a backward pass has reached the expected batch
         self._terms: dict[nn.Parameter, list[Term]] = {}
         self._handles: list[RemovableHandle] = []
         self._generic: list[nn.Module] = []
         self._anchors: dict[torch.device, Tensor] = {}
+        for other in captures_on(model):
+            if other._expected is not None:
+                raise CaptureError(
+                    "The model is in the middle of a private step: finish it with "
+                    "optimizer.step(), or call engine.detach(), before asking for gradients."
+                )
         for parameter, name in self._names.items():
             self._handles.append(parameter.register_hook(self._escape(name)))
+        self._handles += [
+            model.register_forward_pre_hook(Hook(self._enter, self), with_kwargs=True),
+            model.register_forward_hook(Hook(self._leave, self), always_call=True),
+        ]
         self._attach("", model, set())
 
     # -- the life of a capture ------------------------------------------------------------------
@@ -73,7 +87,18 @@ class Capture:
         self._forget()
         return PerSampleGradients(shapes, terms, samples, like=like.detach(), scale=scale)
 
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._sees_batch = any(x.shape[:1] == (self._expected,) for x in tensors)
+
+    def _leave(self, *_: Any) -> None:
+        self._sees_batch = False
+
     def _forget(self) -> None:
+        for parameter in self._hidden:  # an interrupted forward pass may have left some
+            parameter.requires_grad_(True)
+        self._hidden = set()
+        self._sees_batch = False
         self._expected, self._discard, self.heard = None, False, False
         self._batch += 1
         self._terms = {}
@@ -83,7 +108,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         for module in self._generic:
-            del module.forward
+            vars(module)["forward"].restore()
         self._handles, self._generic = [], []
         self._forget()
 
@@ -104,7 +129,7 @@ class Capture:
         if module in seen:
             return
         seen.add(module)
-        own = [p for p in module.parameters(recurse=False) if p in self._names]
+        own = [p for p in _own_parameters(module) if p in self._names]
         rule = rule_for(module)
         if own and rule is None:
             # Its forward may use its own and its children's parameters in any way, so torch.func
@@ -115,11 +140,11 @@ class Capture:
         if own and rule is not None:
             layer = _Layer(self, path, module, rule)
             self._handles += [
-                module.register_forward_pre_hook(Hook(layer.hide)),
+                module.register_forward_pre_hook(Hook(layer.hide, self)),
                 # Before any hook of the user's, which may replace the output; and always, since
                 # the parameters must come back even if the forward pass fails.
                 module.register_forward_hook(
-                    Hook(layer.record), prepend=True, with_kwargs=True, always_call=True
+                    Hook(layer.record, self), prepend=True, with_kwargs=True, always_call=True
                 ),
             ]
         for name, child in module.named_children():
@@ -155,9 +180,14 @@ class Capture:
                     f"backward() reached '{path}' after its batch was finished. Call backward() "
                     "once per batch, before optimizer.step()."
                 )
+            if torch.is_grad_enabled():
+                raise CaptureError(
+                    f"backward(create_graph=True) reached '{path}': gradients of gradients have no "
+                    "per-sample rule. Leave gradient penalties out of the private loss."
+                )
             self.heard = True
             if not self._discard:
-                with torch.no_grad():
+                with exact():
                     receive(grad)
 
         if output.requires_grad:
@@ -191,6 +221,26 @@ class Capture:
         assert self._expected is not None
         return self._expected
 
+    def is_shared(self, x: Tensor) -> bool:
+        """Whether an input is the same for all samples (position ids of shape (1, T)).
+
+        Only inside a call of the whole model on the whole batch: elsewhere a first dimension of 1
+        may be one sample that the training loop has picked out.
+        """
+        return self._sees_batch and x.shape[0] == 1 and self.samples != 1
+
+    def hide(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep autograd from computing these parameters' gradients."""
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            self._hidden.add(parameter)
+
+    def show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Undo `hide`."""
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+            self._hidden.discard(parameter)
+
     @contextmanager
     def inside_generic(self) -> Iterator[None]:
         """While torch.func runs a module, the hooks of its children keep still."""
@@ -212,21 +262,18 @@ class _Layer:
         if self._capture.active:
             own = dict(module.named_parameters(recurse=False))
             self._hidden = {name: p for name, p in own.items() if p.requires_grad}
-            for parameter in self._hidden.values():
-                parameter.requires_grad_(False)
+            self._capture.hide(self._hidden.values())
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             return None
-        for parameter in hidden.values():
-            parameter.requires_grad_(True)
+        self._capture.show(hidden.values())
         if not isinstance(output, Tensor):  # the forward pass failed
             return None
-        x: Tensor = (args[0] if args else kwargs["input"]).detach()
-        if x.shape[0] == 1 and self._capture.samples != 1:
-            # An input that all samples share (position ids of shape (1, T)): given one copy of
-            # the output each, their gradients arrive apart.
+        x: Tensor = next(iter((*args, *kwargs.values()))).detach()
+        if self._capture.is_shared(x):
+            # Given one copy of the output each, the samples' gradients arrive apart.
             x = x.expand(self._capture.samples, *x.shape[1:])
             output = output.expand(self._capture.samples, *output.shape[1:])
         version = x._version
@@ -245,20 +292,29 @@ class _Layer:
 
 
 class _Forward:
-    """Stands in for the forward of a module that has no rule; undone by `del module.forward`."""
+    """Stands in for the forward of a module that has no rule, until `restore`."""
 
     def __init__(self, capture: Capture, path: str, module: nn.Module) -> None:
-        self._capture, self._path, self._module = capture, path, module
+        self.capture, self._path, self._module = capture, path, module
+        self._users = vars(module).get("forward")  # a forward pass given to this very module
+        self._forward: Callable[..., Any] = self._users or _own_forward(module)
+
+    def restore(self) -> None:
+        """Give the module its forward pass back."""
+        if self._users is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._users
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original = type(self._module).forward
-        if not self._capture.active:
-            return original(self._module, *args, **kwargs)
-        capture, samples = self._capture, self._capture.samples
+        capture = self.capture
+        if not capture.active:
+            return self._forward(*args, **kwargs)
+        samples = capture.samples
         trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         if samples == 0:  # nothing to vectorise over, and no gradient to record
             with capture.inside_generic(), torch.no_grad():
-                return original(self._module, *args, **kwargs)
+                return self._forward(*args, **kwargs)
         copies = {
             name: capture.listen(
                 parameter.detach().expand(samples, *parameter.shape),
@@ -269,7 +325,11 @@ class _Forward:
         }
         with capture.inside_generic():
             try:
-                return per_sample_forward(self._module, copies, samples, args, kwargs)
+                return per_sample_forward(
+                    self._module, self._forward, copies, samples, args, kwargs
+                )
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, ValueError) as error:
                 raise CaptureError(
                     f"Module '{self._path}' ({type(self._module).__name__}) has parameters but no "
@@ -286,6 +346,24 @@ class _Forward:
         return _own_forward, (self._module,)
 
 
+def captures_on(model: nn.Module) -> set[Capture]:
+    """Every capture whose hooks the model carries."""
+    found = set()
+    for module in model.modules():
+        for item in (*module._forward_pre_hooks.values(), vars(module).get("forward")):
+            if isinstance(item, Hook | _Forward) and item.capture is not None:
+                found.add(item.capture)
+    return found
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """A module's own parameters; lists and dicts of parameters belong to who holds them."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield from child.parameters()
+
+
 def _own_forward(module: nn.Module) -> MethodType:
     return MethodType(type(module).forward, module)
 
@@ -293,8 +371,8 @@ def _own_forward(module: nn.Module) -> MethodType:
 class Hook:
     """A hook that stays behind when the model is copied or pickled."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], capture: Capture | None = None) -> None:
+        self._function, self.capture = function, capture
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)

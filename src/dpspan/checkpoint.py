@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import tempfile
@@ -14,6 +15,7 @@ import torch
 def save_file(path: str | Path, content: dict[str, Any]) -> Path:
     """Write through a temporary file beside the target, so an old checkpoint is never lost."""
     path = Path(path)
+    _check_plain(content)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -27,6 +29,22 @@ def save_file(path: str | Path, content: dict[str, Any]) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def _check_plain(content: dict[str, Any]) -> None:
+    """Refuse now what could not be loaded later: loading executes nothing, so no objects."""
+    for name, value in content.items():
+        if name in ("module", "optimizer"):
+            continue  # large, and plain by torch's own rules
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"Cannot save {name}: expected numbers, text, tensors, lists and dicts only."
+            ) from error
 
 
 def load_file(path: str | Path, keys: set[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,19 +11,22 @@ from torch import Tensor
 
 
 class ClippingRule(Protocol):
-    """Chooses a factor per sample; whatever it chooses, `clip_factors` keeps it within the clip."""
+    """Chooses the factor of one sample from the norm of its gradient, and from nothing else.
 
-    def factors(self, norms: Tensor, clip: float) -> Tensor:
-        """Desired factors for gradients of these norms, (n,)."""
+    Whatever it chooses, `clip_factors` keeps it within the clip.
+    """
+
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        """Desired factor for a gradient of this norm (a number, by torch operations)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatClipping:
     """min(1, C/‖g‖): short gradients stay, long ones end on the sphere of radius C."""
 
-    def factors(self, norms: Tensor, clip: float) -> Tensor:
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
         """min(1, C/‖g‖)."""
-        return (clip / norms).clamp(max=1.0)
+        return (clip / norm).clamp(max=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +39,26 @@ class AutomaticClipping:
         if not self.stability > 0:
             raise ValueError(f"Expected stability > 0, got {self.stability}.")
 
-    def factors(self, norms: Tensor, clip: float) -> Tensor:
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
         """C/(‖g‖ + γ)."""
-        return clip / (norms + self.stability)
+        return clip / (norm + self.stability)
 
 
 def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float) -> Tensor:
     """The rule's factors, never above C/‖g‖, and zero for a gradient that is not finite.
 
     A NaN or Inf gradient must not pass (it would tell that its owner took part), and a rule,
-    whoever wrote it, must not be able to break the clip.
+    whoever wrote it, must not be able to break the clip: it sees one norm at a time, since a
+    factor that depends on other samples would let one sample move all of them.
     """
-    factors = torch.minimum(rule.factors(norm_bounds, clip), clip / norm_bounds)
+    if len(norm_bounds) == 0:
+        return norm_bounds
+    chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
+    factors = torch.minimum(chosen, clip / norm_bounds)
     usable = torch.isfinite(norm_bounds) & torch.isfinite(factors)
     return torch.where(usable, factors.clamp(min=0.0), torch.zeros_like(factors))
+
+
+def describe(rule: ClippingRule) -> str:
+    """The rule's name and public configuration, the same in every process."""
+    return repr(rule) if dataclasses.is_dataclass(rule) else type(rule).__qualname__

@@ -34,26 +34,32 @@ def check_reduction(criterion: nn.Module | None, loss_reduction: str) -> None:
 def watch(criterion: nn.Module, loss_reduction: str) -> RemovableHandle:
     """Check on real batches that the loss splits into samples.
 
-    The first batch is checked as it comes. A loss with an ignore_index over sequences is checked
-    every time, since it mixes samples only where something is ignored.
+    Every batch is checked until one has passed; after that only those in which a mean leaves
+    something out by its ignore_index, which is when it mixes samples.
     """
-    every_time = getattr(criterion, "reduction", None) == "mean" and hasattr(
-        criterion, "ignore_index"
-    )
-    done = False
+    passed = False
+    ignored = getattr(criterion, "ignore_index", None) if loss_reduction == "mean" else None
 
-    def check(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal done
-        tensors = all(isinstance(arg, Tensor) and arg.dim() for arg in args) and len(args) == 2
-        if not tensors or not torch.is_grad_enabled() or len(args[0]) < 2:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        nonlocal passed
+        given = (*args, *kwargs.values())
+        tensors = [x for x in given if isinstance(x, Tensor) and x.dim()]
+        if len(tensors) != 2 or len(given) != 2 or not torch.is_grad_enabled():
             return
-        if done and not (every_time and args[1].dim() > 1):
+        if len(tensors[0]) < 2 or len(tensors[0]) != len(tensors[1]):
             return
-        done = True
-        samples, half = len(args[0]), len(args[0]) // 2
+        if passed and (ignored is None or not bool((tensors[1] == ignored).any())):
+            return
+        samples, half = len(tensors[0]), len(tensors[0]) // 2
         with torch.no_grad():
-            first = type(module).forward(module, *(arg[:half] for arg in args))
-            second = type(module).forward(module, *(arg[half:] for arg in args))
+            first, second = (
+                type(module).forward(
+                    module,
+                    *(x[part] for x in args),
+                    **{name: x[part] for name, x in kwargs.items()},
+                )
+                for part in (slice(None, half), slice(half, None))
+            )
             if output.dim():  # reduction='none': one loss per entry
                 apart, together = torch.cat([first, second]), output
             elif loss_reduction == "mean":
@@ -68,5 +74,6 @@ def watch(criterion: nn.Module, loss_reduction: str) -> RemovableHandle:
                 "bounded. (A mean over the tokens that are not ignored does this: average over "
                 "each sample's tokens first.) Make it one loss per sample, then take the mean."
             )
+        passed = True
 
-    return criterion.register_forward_hook(check)
+    return criterion.register_forward_hook(check, with_kwargs=True)

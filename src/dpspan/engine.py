@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
-from torch import Generator, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpspan.accounting import Budget, calibrate_event
+from dpspan.capture import captures_on
 from dpspan.certificate import certificate, write_certificate
 from dpspan.checkpoint import load_file, save_file
 from dpspan.criterion import check_reduction, watch
@@ -150,8 +153,11 @@ class PrivacyEngine:
         noise_multiplier = calibrate_event(
             lambda z: _event(draw, z), events, budget, spent=self.ledger
         )
-        if self.ledger.budget is None:
-            self.ledger.budget = budget
+        if self.ledger.budget not in (None, budget):
+            raise ValueError(
+                f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "
+                "set engine.ledger.budget first."
+            )
         result = self._start(
             module=module,
             optimizer=optimizer,
@@ -165,6 +171,7 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             non_private=False,
         )
+        self.ledger.budget = budget
         self.ledger.reserve(_event(draw, noise_multiplier), events)
         return result
 
@@ -193,6 +200,12 @@ class PrivacyEngine:
     def note_unprivate(self, what: str) -> None:
         """Put on record that something computed from private data without noise was looked at."""
         self.ledger.warn(f"unprivate: {what}")
+
+    def _warn(self, message: str) -> None:
+        """To the operator, once, and to the certificate."""
+        if message not in self.ledger.warnings:
+            warnings.warn(f"dpspan: {message}.", stacklevel=2)
+        self.ledger.warn(message)
 
     # -- saving and resuming --------------------------------------------------------------------
 
@@ -314,26 +327,32 @@ class PrivacyEngine:
         check_reduction(criterion, loss_reduction)
         validate(module)
         check_optimizer(optimizer, module)
-        lot_size = float(expected_batch_size or data_loader.batch_size or 0)
-        if not 0 < lot_size < math.inf:
-            raise ValueError(f"Expected expected_batch_size > 0, got {expected_batch_size}.")
+        lot_size = data_loader.batch_size if expected_batch_size is None else expected_batch_size
+        if lot_size is None or not 0 < lot_size < math.inf:
+            raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
+        lot_size = float(lot_size)
+        if captures_on(module) or _is_private(optimizer):
+            raise ValueError(
+                "The model or the optimizer belongs to another private run: call detach() on its "
+                "engine first, or build new ones."
+            )
 
         seed = self._debug_seed
         loader = PrivateLoader.from_data_loader(
             data_loader,
             draw,
             max_physical_batch_size=max_physical_batch_size,
-            generator=None if seed is None else Generator().manual_seed(seed),
+            generator=None if seed is None else np.random.default_rng(seed),
         )
         mechanism = method.bind(module)
-        charged_epochs: set[int] = set()
+        charged_passes: set[int] = set()
 
         def charge() -> None:
             if isinstance(draw, PoissonDraw):
                 self.ledger.charge(_event(draw, noise_multiplier))
-            elif loader.epoch not in charged_epochs:  # once per epoch, before its first release
+            elif loader.passes not in charged_passes:  # once per epoch, before its first release
                 self.ledger.charge(_event(draw, noise_multiplier))
-                charged_epochs.add(loader.epoch)
+                charged_passes.add(loader.passes)
 
         step = PrivateStep(
             module=module,
@@ -344,6 +363,7 @@ class PrivacyEngine:
             lot_size=lot_size,
             mean_loss=loss_reduction == "mean",
             charge=charge,
+            warn=self._warn,
         )
         loader.on_piece = step.on_piece
         if isinstance(draw, PartitionDraw):
@@ -399,6 +419,11 @@ def _event(draw: Draw, noise_multiplier: float) -> DpEvent:
     if isinstance(draw, PoissonDraw):
         return step_event(noise_multiplier, draw.sample_rate)
     return GaussianDpEvent(noise_multiplier)
+
+
+def _is_private(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), PrivateStep) for hook in hooks)
 
 
 def _with_clip(method: Method | None, max_grad_norm: float | None) -> Method:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpspan.layers.linear import Outer
 from dpspan.layers.terms import Rows, Sum, Term, blocks, joined
-from dpspan.numerics import Arithmetic, bounds, full_precision
+from dpspan.numerics import Arithmetic, bounds, exact, full_precision
 
 _SMALL = 512  # numbers per sample up to which rows are worth packing together
 
@@ -41,11 +41,13 @@ class PerSampleGradients:
         self._like = full_precision(like[:0])
         self._scale = scale
 
+    @exact()
     def norms(self) -> Tensor:
         """Norm of each sample's gradient, (n,) float64."""
         value, _ = self._squared_norms
         return self._scale * value.sqrt()
 
+    @exact()
     def norm_bounds(self) -> Tensor:
         """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64.
 
@@ -56,6 +58,7 @@ class PerSampleGradients:
         # The margin is for the weights, which are rounded to working precision.
         return self._scale * (1 + 16 * Arithmetic.of(self._like).unit) * bound.sqrt()
 
+    @exact()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀJ, a weighted sum of the gradients, by parameter.
 
@@ -67,6 +70,8 @@ class PerSampleGradients:
                 f"got {tuple(weights.shape)}."
             )
         weights = (weights * self._scale).to(self._like)
+        # A subnormal weight is rounded coarsely, possibly up: it becomes zero.
+        weights = weights.masked_fill(weights.abs() < torch.finfo(weights.dtype).tiny, 0.0)
         dropped: Tensor | None = weights == 0
         # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.
         if weights.device.type == "cpu" and not bool((weights == 0).any()):
@@ -81,6 +86,7 @@ class PerSampleGradients:
             for name, shape in self.shapes.items()
         }
 
+    @exact()
     def gram(
         self, other: PerSampleGradients, groups: Sequence[Collection[str]] | None = None
     ) -> Tensor:
@@ -104,6 +110,7 @@ class PerSampleGradients:
         total *= self._scale * other._scale
         return total[0] if groups is None else total
 
+    @exact()
     def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> PerSampleGradients:
         """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
 
@@ -129,6 +136,7 @@ class PerSampleGradients:
             raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
         return PerSampleGradients(shapes, terms, self.samples, like=self._like, scale=self._scale)
 
+    @exact()
     def matrix(self) -> Tensor:
         """The rows themselves, (n, p), parameters in the order of `shapes`."""
         columns = [
@@ -149,8 +157,10 @@ class PerSampleGradients:
             return zero, zero
         value = torch.stack([part.value for part in parts])
         magnitude = torch.stack([part.magnitude for part in parts])
+        # float64 and without waiting: a blocking copy would stall a GPU's stream.
         errors = [(p.value_error, p.magnitude_error, p.summand_error) for p in parts]
-        bound = bounds(value, magnitude, torch.tensor(errors, dtype=torch.float64).to(value))
+        on_device = torch.tensor(errors, dtype=torch.float64).to(value.device, non_blocking=True)
+        bound = bounds(value, magnitude, on_device)
         return value.sum(0), bound.sum(0)
 
     @cached_property

@@ -10,8 +10,9 @@ hardware rounds to relative precision r first (TF32, bfloat16; r = 0 when they e
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,4 +111,23 @@ def squared_norms(rows: Tensor) -> Tensor:
     if rest or not whole:
         parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square())
     total: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return total
+    return total + underflow(flat, flat.shape[1])
+
+
+def underflow(x: Tensor, squares: int) -> float:
+    """What that many squares can lose by underflow, in the dtype of `x`.
+
+    Nothing in itself (1e-35 in float32), but a norm of exactly zero is no bound: times a huge
+    other factor, or under a clip factor without limit, what was lost would come back.
+    """
+    return squares * float(torch.finfo(full_precision(x[:0]).dtype).tiny)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """No autograd and no autocast: the bounds hold for the arithmetic as it is written."""
+    gpu: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.cuda.is_available():
+        gpu = torch.autocast("cuda", enabled=False)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), gpu:
+        yield

@@ -7,19 +7,17 @@ sampling of the user's `DataLoader` and keeps everything else of it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from numbers import Number
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -40,7 +38,7 @@ class Draw(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...
 
-    def epoch(self, generator: Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
         """Yield the record indices of each logical batch; a batch may be empty."""
 
 
@@ -66,13 +64,12 @@ class PoissonDraw:
         steps = max(1, round(1 / sample_rate))
         return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)
 
-    def epoch(self, generator: Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
         """Yield `steps_per_epoch` independent Poisson samples."""
-        device = generator.device
         for _ in range(self.steps_per_epoch):
             # float64: the 24 bits of a float32 uniform would round a small sample_rate visibly.
-            u = torch.rand(self.records, generator=generator, device=device, dtype=torch.float64)
-            yield (u < self.sample_rate).nonzero().flatten()
+            drawn = generator.random(self.records) < self.sample_rate
+            yield torch.from_numpy(np.flatnonzero(drawn))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +96,31 @@ class PartitionDraw:
         """One step for each of the `batches`."""
         return self.batches
 
-    def epoch(self, generator: Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
         """Yield the parts of one random partition of all records."""
-        device = generator.device
-        choice = torch.randint(self.batches, (self.records,), generator=generator, device=device)
+        choice = generator.integers(self.batches, size=self.records)
         for batch in range(self.batches):
-            yield (choice == batch).nonzero().flatten()
+            yield torch.from_numpy(np.flatnonzero(choice == batch))
 
 
 class Piece(NamedTuple):
-    """One physical piece of one logical batch."""
+    """One physical piece of one logical batch.
 
-    samples: int  # records drawn into this piece; 0 for an empty logical batch
+    `samples == 0` (an empty logical batch): the batch handed over is a stand-in whose
+    contribution the engine drops.
+    """
+
+    samples: int  # records drawn into this piece
     first: bool  # first piece of its logical batch
     last: bool  # last piece of its logical batch
-    placeholder: bool = False  # the batch holds a record nobody drew: drop what it contributes
 
 
-def _cut(batches: Iterable[Tensor], limit: int | None, pieces: deque[Piece]) -> Iterator[list[int]]:
+def _cut(
+    batches: Iterable[Tensor], limit: int | None, pieces: deque[Piece]
+) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
-    An empty logical batch is queued only: workers and collate functions fail on no samples.
+    An empty logical batch is queued only: a stand-in is made when its turn comes.
     """
     for batch in batches:
         indices = batch.tolist()
@@ -150,26 +151,27 @@ class PrivateLoader:
     `on_piece` is called with the `Piece` right before its batch is handed over. `epoch` counts
     the epochs that are over and `position` the steps of the running one whose last piece was
     handed over; at `on_piece` the coming step is not counted yet, so an epoch starts where
-    `piece.first` and `position == 0`. Leaving an epoch early ends it.
+    `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes` counts the
+    iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
     """
 
     batch_size: None = None  # the size of a private batch is random
 
     def __init__(
-        self, inner: DataLoader[Any], feed: _Feed, draw: Draw, generator: Generator
+        self, inner: DataLoader[Any], feed: _Feed, draw: Draw, generator: np.random.Generator
     ) -> None:  # users call from_data_loader
         self._inner = inner
         self._feed = feed
         self._generator = generator
         self._max_physical_batch_size: int | None = None
         self._resuming = False
-        self._one_and_two: tuple[Any, Any] | None = None
         self.dataset: Any = inner.dataset
         self.collate_fn: Callable[[list[Any]], Any] = inner.collate_fn
         self.draw = draw
         self.on_piece: Callable[[Piece], None] = _ignore
         self.epoch = 0
         self.position = 0
+        self.passes = 0
 
     @classmethod
     def from_data_loader(
@@ -178,7 +180,7 @@ class PrivateLoader:
         draw: Draw,
         *,
         max_physical_batch_size: int | None = None,
-        generator: Generator | None = None,
+        generator: np.random.Generator | None = None,
         on_piece: Callable[[Piece], None] = _ignore,
     ) -> PrivateLoader:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
@@ -203,8 +205,9 @@ class PrivateLoader:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-        generator = generator or Generator().manual_seed(secrets.randbits(63))
-        private = cls(inner, feed, draw, generator)
+        # numpy seeds with 128 bits of OS entropy. torch's CPU generator keeps 32 bits of any seed:
+        # few enough to try them all and learn who took part in which step.
+        private = cls(inner, feed, draw, generator or np.random.default_rng())
         private.max_physical_batch_size = max_physical_batch_size
         private.on_piece = on_piece
         return private
@@ -228,18 +231,21 @@ class PrivateLoader:
             self.epoch += 1
             self.position = 0
         self._resuming = False
+        # Counted here, at the first batch: iterators made side by side must not share a number.
+        self.passes += 1
         pieces: deque[Piece] = deque()
         steps = islice(self.draw.epoch(self._generator), len(self) - self.position)
         source = self._feed.source = _cut(steps, self.max_physical_batch_size, pieces)
-        for piece, batch in self._matched(pieces):
-            self.on_piece(piece)
-            self.position += piece.last
-            yield batch
-            if self._feed.source is not source:
-                raise RuntimeError(
-                    "This epoch ended when a newer iteration over the same PrivateLoader began: "
-                    "finish one before the next, or make two loaders."
-                )
+        with closing(source):  # an epoch left early lets go of what it has drawn
+            for piece, batch in self._matched(pieces):
+                self.on_piece(piece)
+                self.position += piece.last
+                yield batch
+                if self._feed.source is not source:
+                    raise RuntimeError(
+                        "This epoch ended when a newer iteration over the same PrivateLoader "
+                        "began: finish one before the next, or make two loaders."
+                    )
         self.epoch += 1
         self.position = 0
 
@@ -247,28 +253,20 @@ class PrivateLoader:
         """Pair each piece with its batch, which a DataLoader returns in the order it asked."""
         for batch in self._inner:
             while not pieces[0].samples:
-                yield self._without_samples(pieces.popleft())
+                yield pieces.popleft(), self._stand_in()
             yield pieces.popleft(), batch
         while pieces:
-            yield self._without_samples(pieces.popleft())
+            yield pieces.popleft(), self._stand_in()
 
-    def _without_samples(self, piece: Piece) -> tuple[Piece, Any]:
-        """Make the batch of an empty step, which must run too: it draws noise like any other.
+    def _stand_in(self) -> Any:
+        """Make a batch of record 0 for an empty step; the engine drops what it contributes.
 
-        A batch of an unknown type cannot be cut without guessing: then record 0 stands in, and
-        `placeholder` tells the engine to drop what it contributes.
+        An empty step must run like any other: its noise, its step and its event are part of the
+        mechanism. But models and loops fail on tensors of length zero (`x.view(len(x), -1)`,
+        means that become NaN). Made anew each time: users change their batches
+        (`batch.pop("labels")`).
         """
-        if self._one_and_two is None:
-            self._one_and_two = self._record_zero(times=1), self._record_zero(times=2)
-        try:
-            # Cut anew each time: users change their batches (`batch.pop("labels")`).
-            return piece, _emptied(*self._one_and_two)
-        except Exception:  # an unknown type's constructor may raise anything
-            return piece._replace(placeholder=True), self._record_zero(times=1)
-
-    def _record_zero(self, *, times: int) -> Any:
-        # Read once per use: some collate functions change the records they are given.
-        return self.collate_fn([self.dataset[0] for _ in range(times)])
+        return self.collate_fn([self.dataset[0]])
 
     def state_dict(self) -> dict[str, str | int]:
         """Where the loader stands; never the generator, so that no batch is drawn twice."""
@@ -320,34 +318,12 @@ def sample_rate_of(loader: DataLoader[Any]) -> float:
     return min(1.0, (loader.batch_size or 0) / records)  # the 0 is for mypy: None was refused
 
 
-def _emptied(one: Any, two: Any) -> Any:
-    """Cut `one`, a batch of one sample, to none; what grew in `two`, of two, is per sample."""
-    kind: Any = type(one)
-    if kind is type(two):
-        if one is None or isinstance(one, Number | str | bytes):
-            return one
-        if isinstance(one, Tensor | np.ndarray):
-            if one.ndim == two.ndim == 0:
-                return one
-            if (len(one), len(two)) == (1, 2):
-                return one[:0]
-        elif isinstance(one, Mapping) and one.keys() == two.keys():
-            return kind({key: _emptied(one[key], two[key]) for key in one})
-        elif dataclasses.is_dataclass(kind):
-            names = [f.name for f in dataclasses.fields(kind)]
-            cut = {name: _emptied(getattr(one, name), getattr(two, name)) for name in names}
-            return dataclasses.replace(one, **cut)
-        elif issubclass(kind, tuple) and hasattr(kind, "_make"):
-            return kind._make(map(_emptied, one, two))
-        elif kind in (list, tuple) and len(one) == len(two):  # one item per field
-            return kind(map(_emptied, one, two))
-        elif kind in (list, tuple) and (len(one), len(two)) == (1, 2):  # one item per sample
-            return kind()
-    raise TypeError(f"no rule to cut {kind.__name__} to no samples")
-
-
-def records_of(loader: DataLoader[Any]) -> int:
+def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
     """Count the records; refuse a loader that would lose its meaning with its sampling."""
+    if isinstance(loader, PrivateLoader):
+        raise TypeError(
+            "This data loader is private already: pass the DataLoader it was made from."
+        )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(

@@ -35,11 +35,13 @@ def _problems(module: nn.Module) -> Iterator[str]:
     trainable = any(p.requires_grad for p in module.parameters())
     if any(is_lazy(p) for p in module.parameters(recurse=False)):
         yield "its parameters are not initialised: run the model once on sample input first"
+    if any(p.is_complex() for p in module.parameters(recurse=False)):
+        yield "its parameters are complex: use real ones, two numbers for one"
     if isinstance(module, _BatchNorm):
         yield (
-            "it normalises each sample by the others in the batch, so no sample's gradient can be "
-            "bounded (its running statistics leak even when frozen during private training): "
-            "dpspan.fix(model) puts GroupNorm in its place"
+            "in training it normalises each sample by the others in the batch, so no sample's "
+            "gradient can be bounded; a frozen one is refused too, since model.train() would wake "
+            "it up: dpspan.fix(model) puts GroupNorm in its place"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         yield (
@@ -72,13 +74,17 @@ def fix(model: nn.Module) -> nn.Module:
     statistics, LSTM and GRU become Opacus' layers of the same parameters.
     """
     model = copy.deepcopy(model)
-    for path, module in list(model.named_modules()):
+    made: dict[nn.Module, nn.Module] = {}  # a module used in two places stays one module
+    for path, module in list(model.named_modules(remove_duplicate=False)):
         replace = next((f for kind, f in _FIXES if isinstance(module, kind)), None)
-        replacement = replace(module) if replace is not None else module
+        if module not in made:
+            made[module] = replace(module) if replace is not None else module
+            like = next(module.parameters(), torch.empty(0))
+            if made[module] is not module:
+                made[module].to(device=like.device, dtype=like.dtype).train(module.training)
+        replacement = made[module]
         if replacement is module:
             continue
-        like = next(module.parameters(), torch.empty(0))
-        replacement.to(device=like.device, dtype=like.dtype).train(module.training)
         if path == "":
             return replacement
         parent, _, name = path.rpartition(".")

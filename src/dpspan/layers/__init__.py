@@ -33,21 +33,30 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.InstanceNorm3d: instance_norm_terms,
 }
 
+# The methods that make up the forward pass of these classes.
+_FORWARD_METHODS = ("forward", "_conv_forward", "_apply_instance_norm", "_handle_no_batch_input")
+
 
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule of a module that computes what its torch class computes, else None.
 
-    A subclass keeps the rule only if it inherits forward unchanged and owns no other parameter.
+    A subclass keeps the rule only if it inherits the forward pass unchanged, and a module only if
+    nobody has given it a forward pass of its own.
     """
     for kind, rule in _RULES.items():
         if (
             isinstance(module, kind)
-            and type(module).forward is kind.forward
+            and all(_inherits(module, kind, name) for name in _FORWARD_METHODS)
             and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
             and not any(True for _ in module.children())
         ):
             return rule
     return None
+
+
+def _inherits(module: nn.Module, kind: type[nn.Module], method: str) -> bool:
+    unchanged = getattr(type(module), method, None) is getattr(kind, method, None)
+    return unchanged and method not in vars(module)
 
 
 __all__ = ["Rule", "Term", "rule_for"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpspan.layers.terms import Rows, Term, blocks, compact, joined, kept
-from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
+from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms, underflow
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,17 @@ class Outer:
         if steps == 1:
             value = self.magnitudes()
             return SquaredNorms(value, value, 2 * arithmetic.norm, 0.0, arithmetic.summand)
+        # An entry of the Gram matrices below can lose d squares by underflow.
+        lost_a, lost_b = (underflow(k, steps * k.shape[2]) for k in (self.a, self.b))
         values, magnitudes = [], []
         for start, stop in blocks(n, 2 * steps * steps, x):
             a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
             aa, bb = torch.bmm(a, a.transpose(1, 2)), torch.bmm(b, b.transpose(1, 2))
-            squares = torch.stack([k.diagonal(dim1=1, dim2=2).sum(1) for k in (aa, bb)])
-            magnitudes.append(squares.double().prod(0))
-            values.append(aa.mul_(bb).sum(2).double().sum(1))
+            na, nb = (k.diagonal(dim1=1, dim2=2).sum(1).double() for k in (aa, bb))
+            magnitude = (na + lost_a) * (nb + lost_b)
+            magnitudes.append(magnitude)
+            value = aa.mul_(bb).sum(2).double().sum(1)
+            values.append(value + (magnitude - na * nb))
         # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
         error = arithmetic.product(self.a.shape[2]) + arithmetic.product(self.b.shape[2])
         return SquaredNorms(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from dpspan.clipping import ClippingRule, FlatClipping, clip_factors
+from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
 from dpspan.mechanisms.base import Sums
 from dpspan.noise import Noise
@@ -51,7 +51,7 @@ class DPSGD:
         return {
             "method": "DPSGD",
             "clip": 1.0 if self.clip is None else self.clip,
-            "clipping": repr(self.clipping),
+            "clipping": describe(self.clipping),
         }
 
 
