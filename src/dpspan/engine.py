@@ -106,20 +106,76 @@ class PrivacyEngine:
             max_physical_batch_size: most samples to process at once.
             non_private: allow noise_multiplier = 0.
         """
-        draw = self._draw(data_loader, poisson_sampling, sample_rate)
-        return self._start(
+        if self._run is not None:
+            raise RuntimeError(
+                "This engine already trains a model. Make another one with ledger=engine.ledger, "
+                "so that both spend from the same budget."
+            )
+        _check_noise(noise_multiplier, non_private)
+        draw = _draw(data_loader, poisson_sampling, sample_rate)
+        method = _with_clip(method, max_grad_norm)
+        check_reduction(criterion, loss_reduction)
+        validate(module)
+        check_optimizer(optimizer, module)
+        lot_size = data_loader.batch_size if expected_batch_size is None else expected_batch_size
+        if lot_size is None or not 0 < lot_size < math.inf:
+            raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
+        lot_size = float(lot_size)
+        if captures_on(module) or _is_private(optimizer):
+            raise ValueError(
+                "The model or the optimizer belongs to another private run: call detach() on its "
+                "engine first, or build new ones."
+            )
+
+        seed = self._debug_seed
+        loader = PrivateLoader.from_data_loader(
+            data_loader,
+            draw,
+            max_physical_batch_size=max_physical_batch_size,
+            generator=None if seed is None else np.random.default_rng(seed),
+        )
+        mechanism = method.bind(module)
+        charged_passes: set[int] = set()
+
+        def charge() -> None:
+            if isinstance(draw, PoissonDraw):
+                self.ledger.charge(_event(draw, noise_multiplier))
+            elif loader.passes not in charged_passes:  # once per epoch, before its first release
+                self.ledger.charge(_event(draw, noise_multiplier))
+                charged_passes.add(loader.passes)
+
+        step = PrivateStep(
             module=module,
             optimizer=optimizer,
-            data_loader=data_loader,
+            mechanism=mechanism,
+            noise=Noise(None if seed is None else seed + 1),
             noise_multiplier=noise_multiplier,
-            method=_with_clip(method, max_grad_norm),
-            criterion=criterion,
-            loss_reduction=loss_reduction,
-            draw=draw,
-            expected_batch_size=expected_batch_size,
-            max_physical_batch_size=max_physical_batch_size,
-            non_private=non_private,
+            lot_size=lot_size,
+            mean_loss=loss_reduction == "mean",
+            charge=charge,
+            warn=self._warn,
         )
+        loader.on_piece = step.on_piece
+        if isinstance(draw, PartitionDraw):
+            self.ledger.warn(
+                "batches were a partition of the data, not Poisson samples: each epoch is "
+                "accounted as one Gaussian mechanism without amplification"
+            )
+        if noise_multiplier == 0:
+            self.ledger.invalidate("noise_multiplier is 0")
+        description = {
+            **method.describe(),
+            "noise_multiplier": noise_multiplier,
+            "sampling": repr(draw),
+            "expected_batch_size": lot_size,
+            "loss_reduction": loss_reduction,
+            "model": type(module).__name__,
+            "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        }
+        handle = None if criterion is None else watch(criterion, loss_reduction)
+        self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
+        _logger.info("dpspan: %s", description)
+        return module, optimizer, loader
 
     def make_private_with_epsilon(
         self,
@@ -148,7 +204,7 @@ class PrivacyEngine:
         budget = Budget(epsilon=target_epsilon, delta=target_delta)
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
-        draw = self._draw(data_loader, poisson_sampling, sample_rate)
+        draw = _draw(data_loader, poisson_sampling, sample_rate)
         events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
         noise_multiplier = calibrate_event(
             lambda z: _event(draw, z), events, budget, spent=self.ledger
@@ -158,18 +214,19 @@ class PrivacyEngine:
                 f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "
                 "set engine.ledger.budget first."
             )
-        result = self._start(
+        result = self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
             noise_multiplier=noise_multiplier,
-            method=_with_clip(method, max_grad_norm),
+            method=method,
+            max_grad_norm=max_grad_norm,
             criterion=criterion,
             loss_reduction=loss_reduction,
-            draw=draw,
+            poisson_sampling=poisson_sampling,
+            sample_rate=sample_rate,
             expected_batch_size=expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
-            non_private=False,
         )
         self.ledger.budget = budget
         self.ledger.reserve(_event(draw, noise_multiplier), events)
@@ -293,100 +350,6 @@ class PrivacyEngine:
             raise RuntimeError("No training run yet: call make_private first.")
         return self._run
 
-    def _draw(
-        self, loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None
-    ) -> Draw:
-        records = records_of(loader)
-        q = sample_rate_of(loader) if sample_rate is None else sample_rate
-        poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
-        if poisson_sampling:
-            return poisson
-        return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
-
-    def _start(
-        self,
-        *,
-        module: Model,
-        optimizer: Optimizer,
-        data_loader: DataLoader[Any],
-        noise_multiplier: float,
-        method: Method,
-        criterion: nn.Module | None,
-        loss_reduction: str,
-        draw: Draw,
-        expected_batch_size: float | None,
-        max_physical_batch_size: int | None,
-        non_private: bool,
-    ) -> tuple[Model, Optimizer, PrivateLoader]:
-        if self._run is not None:
-            raise RuntimeError(
-                "This engine already trains a model. Make another one with ledger=engine.ledger, "
-                "so that both spend from the same budget."
-            )
-        _check_noise(noise_multiplier, non_private)
-        check_reduction(criterion, loss_reduction)
-        validate(module)
-        check_optimizer(optimizer, module)
-        lot_size = data_loader.batch_size if expected_batch_size is None else expected_batch_size
-        if lot_size is None or not 0 < lot_size < math.inf:
-            raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
-        lot_size = float(lot_size)
-        if captures_on(module) or _is_private(optimizer):
-            raise ValueError(
-                "The model or the optimizer belongs to another private run: call detach() on its "
-                "engine first, or build new ones."
-            )
-
-        seed = self._debug_seed
-        loader = PrivateLoader.from_data_loader(
-            data_loader,
-            draw,
-            max_physical_batch_size=max_physical_batch_size,
-            generator=None if seed is None else np.random.default_rng(seed),
-        )
-        mechanism = method.bind(module)
-        charged_passes: set[int] = set()
-
-        def charge() -> None:
-            if isinstance(draw, PoissonDraw):
-                self.ledger.charge(_event(draw, noise_multiplier))
-            elif loader.passes not in charged_passes:  # once per epoch, before its first release
-                self.ledger.charge(_event(draw, noise_multiplier))
-                charged_passes.add(loader.passes)
-
-        step = PrivateStep(
-            module=module,
-            optimizer=optimizer,
-            mechanism=mechanism,
-            noise=Noise(None if seed is None else seed + 1),
-            noise_multiplier=noise_multiplier,
-            lot_size=lot_size,
-            mean_loss=loss_reduction == "mean",
-            charge=charge,
-            warn=self._warn,
-        )
-        loader.on_piece = step.on_piece
-        if isinstance(draw, PartitionDraw):
-            self.ledger.warn(
-                "batches were a partition of the data, not Poisson samples: each epoch is "
-                "accounted as one Gaussian mechanism without amplification"
-            )
-        if noise_multiplier == 0:
-            self.ledger.invalidate("noise_multiplier is 0")
-        description = {
-            **method.describe(),
-            "noise_multiplier": noise_multiplier,
-            "sampling": repr(draw),
-            "expected_batch_size": lot_size,
-            "loss_reduction": loss_reduction,
-            "model": type(module).__name__,
-            "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
-        }
-        handle = None if criterion is None else watch(criterion, loss_reduction)
-        self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
-        _logger.info("dpspan: %s", description)
-        return module, optimizer, loader
-
 
 class _Run:
     """What belongs to one training run."""
@@ -411,6 +374,15 @@ class _Run:
         self._step.remove()
         if self._criterion_hook is not None:
             self._criterion_hook.remove()
+
+
+def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:
+    records = records_of(loader)
+    q = sample_rate_of(loader) if sample_rate is None else sample_rate
+    poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
+    if poisson_sampling:
+        return poisson
+    return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
 
 
 def _event(draw: Draw, noise_multiplier: float) -> DpEvent:

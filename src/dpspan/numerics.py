@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,14 +120,15 @@ def underflow(x: Tensor, squares: int) -> float:
     Nothing in itself (1e-35 in float32), but a norm of exactly zero is no bound: times a huge
     other factor, or under a clip factor without limit, what was lost would come back.
     """
-    return squares * float(torch.finfo(full_precision(x[:0]).dtype).tiny)
+    return squares * (2.0**-1022 if x.dtype == torch.float64 else 2.0**-126)
 
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
     """No autograd and no autocast: the bounds hold for the arithmetic as it is written."""
-    gpu: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch.cuda.is_available():
-        gpu = torch.autocast("cuda", enabled=False)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), gpu:
-        yield
+    with torch.no_grad():
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            yield  # the usual case, and entered once per layer
+            return
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
