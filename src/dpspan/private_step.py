@@ -10,16 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from dpspan.capture import Capture, Hook
+from dpspan.capture import Capture
 from dpspan.errors import CaptureError
+from dpspan.guard import Guard
 from dpspan.mechanisms.base import Mechanism, Sums
 from dpspan.noise import Noise
 from dpspan.numerics import exact
-from dpspan.probe import probe
 from dpspan.sampling import Piece
 
 
@@ -47,20 +46,10 @@ class PrivateStep:
         self._lot_size = lot_size
         self._mean_loss = mean_loss
         self._charge = charge
-        self._warn = warn
+        self._guard = Guard(module, self._capture, mean_loss=mean_loss, warn=warn)
         self._piece: Piece | None = None
         self._total: Sums | None = None
-        self._probed_modes: set[bool] = set()  # training and evaluation can differ
-        self._probing = False
-        self._shapes: list[torch.Size] | None = None
-        self._versions: dict[str, tuple[Tensor, int]] = {}
-        self._contents: Tensor | None = None  # of everything the first batch must not change
-        self._watch_contents = True
         self._step_hook = optimizer.register_step_pre_hook(self.before_step)
-        # In front: the layers' own hooks must not be half-way when the probe runs the model.
-        self._probe_hook = module.register_forward_pre_hook(
-            Hook(self._look_at_batch), with_kwargs=True, prepend=True
-        )
 
     def on_piece(self, piece: Piece) -> None:
         """A piece of a batch is about to be handed to the training loop."""
@@ -73,9 +62,7 @@ class PrivateStep:
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = None
         self._piece = piece
-        self._versions = self._tensor_versions()
-        if self._watch_contents:
-            self._contents = self._fingerprint()
+        self._guard.expect(piece.samples)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped.
         self._capture.expect(max(piece.samples, 1), discard=piece.samples == 0)
@@ -105,14 +92,11 @@ class PrivateStep:
                 "optimizer.step() without a fresh batch. Each step takes one batch from the "
                 "private loader: iterate over the loader that make_private returned."
             )
-        self._check_nothing_leaked()
-        gradients = self._capture.collect(scale=piece.samples if self._mean_loss else 1)
-        if piece.samples > 1 and not self._probed_modes:
-            self._warn(
-                "the model was never called as a whole on a batch, so it could not be checked "
-                "that it keeps samples apart"
-            )
+        scale = piece.samples if self._mean_loss else 1
+        gradients = self._capture.collect(scale=scale)
+        self._guard.check()
         part = self._mechanism.clipped_sum(gradients)
+        del gradients  # what they were made of is not needed any more
         if self._total is None:
             self._total = part
         else:
@@ -129,65 +113,10 @@ class PrivateStep:
         for name, value in released.items():
             parameters[name].grad = value.to(parameters[name].dtype)
 
-    def _look_at_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Probe the model on the first batch in each mode; notice inputs of varying length."""
-        samples = self._piece.samples if self._piece is not None else 0
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        batch = [x for x in tensors if x.shape[:1] == (samples,)]
-        if samples < 2 or not batch or self._probing or not self._capture.active:
-            return
-        if module.training not in self._probed_modes:
-            self._probing = True
-            try:
-                probe(module, args, kwargs, samples, mean_loss=self._mean_loss)
-            finally:
-                self._probing = False
-            self._probed_modes.add(module.training)
-        shapes = [x.shape[1:] for x in batch]
-        if self._shapes is not None and shapes != self._shapes:
-            self._warn(
-                "the shape of the inputs varies from batch to batch: where it depends on the "
-                "longest record, padding must be masked so that it has no effect on other records; "
-                "padding to a fixed length is safe"
-            )
-        self._shapes = shapes
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-
-    def _tensor_versions(self) -> dict[str, tuple[Tensor, int]]:
-        return {name: (x, x._version) for name, x in self._tensors().items()}
-
-    def _fingerprint(self) -> Tensor:
-        """Two numbers a tensor, which also see changes that leave its version as it is."""
-        parts = [x.detach().double() for x in self._tensors().values()]
-        return torch.stack([torch.stack([x.sum(), x.square().sum()]).cpu() for x in parts])
-
-    def _check_nothing_leaked(self) -> None:
-        """Between hand-over and step, a batch may change gradients only."""
-        now = self._tensor_versions()
-        changed = [
-            name
-            for name, (x, version) in self._versions.items()
-            if name not in now or now[name][0] is not x or now[name][1] != version
-        ]
-        if self._contents is not None and not changed:
-            same = torch.isclose(
-                self._contents, self._fingerprint(), rtol=0, atol=0, equal_nan=True
-            )
-            changed = [n for n, ok in zip(self._versions, same.all(1), strict=True) if not ok]
-            self._contents, self._watch_contents = None, False
-        if changed:
-            raise CaptureError(
-                f"'{changed[0]}' was changed by the private batch: it would carry private data out "
-                "of training without noise. Turn the running statistics of its module off, or "
-                "replace the module."
-            )
-
     def remove(self) -> None:
         """Take every hook off the model and the optimizer."""
         self._step_hook.remove()
-        self._probe_hook.remove()
+        self._guard.remove()
         self._capture.remove()
 
 
