@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import dpspan
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -44,3 +46,28 @@ def test_both_scripts_learn(name: str, capsys: pytest.CaptureFixture[str]) -> No
     accuracy = load(EXAMPLES / "from_opacus" / f"{name}.py").main(["-n", "4"])
     assert accuracy > 0.5  # chance is 0.1; both reach about 0.8
     assert "ε = " in capsys.readouterr().out
+
+
+def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (EXAMPLES.parent / "README.md").read_text()
+    training, expert = (part.split("```")[0] for part in text.split("```python\n")[1:])
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 6), torch.randint(0, 2, (40,))
+    model = torch.nn.Linear(6, 2)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": torch.nn.CrossEntropyLoss(),
+        "loader": torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, y), batch_size=20, shuffle=True
+        ),
+    }
+    monkeypatch.chdir(tmp_path)
+    exec(training, names)
+    assert 3.0 - 1e-3 <= names["engine"].get_epsilon() <= 3.0
+    assert (tmp_path / "certificate.json").exists()
+    names["engine"].detach()
+    J = dpspan.per_sample_gradients(model, lambda m, x: m(x).sum(1), x)
+    carriers = {"weight": (torch.randn(2, 1), torch.randn(1, 6))}
+    batch = {"x": x, "y": y, "H": J, "weights": torch.ones(40), "carriers": carriers}
+    exec(expert, {**names, **batch, "F": torch.nn.functional})
