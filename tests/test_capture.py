@@ -440,3 +440,26 @@ def test_half_precision_around_backward_leaves_the_sums_exact() -> None:
     assert rows.dtype == torch.float32
     assert float(bound) >= float(rows.double().norm())
     assert float(bound) <= 0.1 * float(direction.norm() * a.norm())
+
+
+def test_a_square_input_that_may_be_a_mask_or_a_batch_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (mask @ x) * self.scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.masked = Masked()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.masked(x, torch.ones(x.shape[1], x.shape[1]).tril())
+
+    torch.manual_seed(0)
+    check(Model(), torch.randn(5, 4, 3))
+    with pytest.raises(CaptureError, match="may be a mask or a batch"):
+        per_sample_gradients(Model(), loss_per_sample, torch.randn(4, 4, 3))

@@ -811,7 +811,7 @@ def test_loss_inside_the_model(per_sample: bool) -> None:
         loop()
         assert engine.ledger.steps == 4
     else:
-        with pytest.raises(dpspan.UnsupportedModule, match="loss that the model returns mixes"):
+        with pytest.raises(dpspan.UnsupportedModule, match="mean of one loss per sample"):
             loop()
 
 
@@ -914,3 +914,85 @@ def test_objects_in_a_checkpoint_are_refused_when_saving(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="Cannot save checkpoint_dict"):
         engine.save_checkpoint(tmp_path / "a.pt", module=model, checkpoint_dict={"a": object})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_dropout_that_returns_its_loss_trains() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dropout = nn.Linear(6, 2), nn.Dropout(0.3)
+
+        def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.layer(self.dropout(x))
+            return nn.functional.cross_entropy(logits, labels), logits
+
+    engine, model, optimizer, loader = setup(module=WithLoss())
+    for x, y in loader:
+        model(x, labels=y)[0].backward()
+        optimizer.step()
+    assert engine.ledger.steps == 4
+
+
+def test_an_epoch_left_between_backward_and_step_does_not_haunt_the_next() -> None:
+    engine, model, optimizer, loader = setup()
+    for x, y in loader:
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        break
+    train(model, optimizer, loader)
+    assert engine.ledger.steps == 4
+
+
+def test_nothing_is_handed_out_after_detach() -> None:
+    engine, model, optimizer, loader = setup()
+    train(model, optimizer, loader)
+    engine.detach()
+    with pytest.raises(RuntimeError, match="ended the private run"):
+        train(model, optimizer, loader)
+
+
+def test_a_step_counter_is_no_leak() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    engine, model, optimizer, loader = setup(module=nn.Sequential(Counting(), nn.Linear(6, 2)))
+    train(model, optimizer, loader)
+    assert int(model[0].calls) == engine.ledger.steps == 4
+
+
+def test_flattened_tokens_are_cut_between_samples() -> None:
+    """As many ignored tokens in every sample: the mean over tokens is a mean over samples."""
+    criterion = nn.CrossEntropyLoss()
+    embed = nn.Embedding(2, 3)
+    _, model, optimizer, loader = setup(module=embed, criterion=criterion)
+    for _, y in loader:
+        tokens = y[:, None].repeat(1, 5)
+        labels = tokens.clone()
+        labels[:, 0] = -100
+        criterion(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+
+
+def test_a_criterion_may_return_more_than_the_loss() -> None:
+    class Both(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            loss = nn.functional.cross_entropy(output, target)
+            return loss, loss.detach()
+
+    criterion = Both()
+    _, model, optimizer, loader = setup(criterion=criterion)
+    for x, y in loader:
+        criterion(model(x), y)[0].backward()
+        optimizer.step()
+
+
+def test_a_batch_larger_than_the_dataset_is_the_dataset() -> None:
+    loader = DataLoader(data(5), batch_size=64)
+    engine, model, optimizer, loader = setup(data_loader=loader)
+    assert train(model, optimizer, loader) == [5]
+    assert engine.certificate(1e-5)["training"]["expected_batch_size"] == 5.0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import dpspan
-from dpspan.probe import probe
-from problems import loss_per_sample
+from dpspan.probe import NotComparable, probe
+from problems import PROBLEMS, loss_per_sample, make
 
 
 def refused(model: nn.Module, *patterns: str) -> None:
@@ -117,52 +120,136 @@ class HandMadeBatchNorm(nn.Module):
         return (x - x.mean(0)) / (x.std(0) + 1)
 
 
-class Folding(nn.Module):
-    """Positions without a batch dimension: (T,) looks like a batch when T = n."""
+class OneByOne(nn.Module):
+    """Cuts the batch up inside the model: a lone sample must not pass for a shared input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = nn.Embedding(4, 3)
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.positions(torch.arange(4))
+        return torch.stack([self.layer(x[i : i + 1])[0] for i in range(len(x))])
 
 
-def test_probe_finds_hand_made_mixing_and_names_it() -> None:
-    class Dropout(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(x, 0.5)
+class Positions(nn.Module):
+    """Position embeddings of shape (1, T, d), used as they are or in a way that mixes copies."""
 
-    model = nn.Sequential(nn.Linear(4, 4), Dropout(), HandMadeBatchNorm(), nn.Linear(4, 2))
-    with pytest.raises(dpspan.UnsupportedModule, match=r"'2' \(HandMadeBatchNorm\).*mixes samples"):
-        probe(model, (torch.randn(8, 4),), {}, 8)
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.use = nn.Embedding(5, 3), use
 
-
-def test_probe_finds_a_batch_that_is_not_the_first_dimension() -> None:
-    with pytest.raises(dpspan.UnsupportedModule, match=r"'positions' \(Embedding\).*unsqueeze"):
-        probe(Folding(), (torch.randn(4, 4, 3),), {}, 4)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.use(self.embed(torch.arange(5)[None]))
 
 
-def test_probe_finds_a_summary_of_the_batch() -> None:
-    class Pooled(nn.Module):
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x.mean(0, keepdim=True))
+
+
+class Dropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5)
+
+
+class WithLoss(nn.Module):
+    """Returns (loss, logits), as Hugging Face's models do, with dropout."""
+
+    def __init__(self, *, over_tokens: bool) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 2), nn.Dropout(0.3)
+        self.over_tokens = over_tokens
+
+    def forward(self, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(self.dropout(x))
+        losses = logits.square().sum(1) * counts
+        loss = losses.sum() / counts.sum() if self.over_tokens else (losses / counts).mean()
+        return {"loss": loss, "logits": logits}
+
+
+def run_probe(model: nn.Module, *args: Any) -> set[str]:
+    with dpspan.Capture(model) as capture:
+        capture.expect(len(args[0]))
+        return probe(capture, (args, {}), len(args[0]))
+
+
+MIXING = {
+    "statistics": nn.Sequential(nn.Linear(4, 4), Dropout(), HandMadeBatchNorm(), nn.Linear(4, 2)),
+    "statistics behind a loop": nn.Sequential(OneByOne(), HandMadeBatchNorm()),
+    "one by one": OneByOne(),
+    "pooled": Pooled(),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_probe_finds_mixing(name: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(dpspan.UnsupportedModule, match="mixes samples"):
+        run_probe(MIXING[name], torch.randn(8, 4))
+
+
+def test_probe_names_the_module() -> None:
+    with pytest.raises(dpspan.UnsupportedModule, match=r"'2' \(HandMadeBatchNorm\)"):
+        run_probe(MIXING["statistics"], torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("use", [lambda p: p[0], lambda p: p.mean(0, keepdim=True)])
+def test_probe_finds_shared_inputs_that_are_reduced(use: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(dpspan.UnsupportedModule, match="mixes samples"):
+        run_probe(Positions(use), torch.randn(8, 5, 3))
+    run_probe(Positions(lambda p: p), torch.randn(8, 5, 3))
+
+
+def test_probe_and_a_loss_inside_the_model() -> None:
+    torch.manual_seed(0)
+    x, counts = torch.randn(8, 4), torch.arange(1.0, 9.0)
+    run_probe(WithLoss(over_tokens=False), x, counts)
+    with pytest.raises(dpspan.UnsupportedModule, match="mean of one loss per sample"):
+        run_probe(WithLoss(over_tokens=True), x, counts)
+
+
+def test_probe_tells_harmless_buffers_from_averages() -> None:
+    class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mean", torch.zeros(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.layer(x.mean(0, keepdim=True))
+            self.calls += 1
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            return self.layer(x)
 
-    with pytest.raises(dpspan.UnsupportedModule, match=r"'layer' \(Linear\)"):
-        probe(Pooled(), (torch.randn(8, 4),), {}, 8)
+    model = Counting()
+    assert run_probe(model, torch.randn(8, 4)) == {"calls"}
+    assert int(model.calls) == 0  # a rehearsal leaves no trace
+    assert not model.mean.any()
 
 
-def test_probe_passes_ordinary_models_and_leaves_the_rng_alone() -> None:
-    from problems import PROBLEMS, make
+def test_probe_says_when_runs_cannot_be_compared() -> None:
+    class OwnNoise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.generator = nn.Linear(4, 4), torch.Generator()
 
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + torch.randn(x.shape, generator=self.generator))
+
+    with pytest.raises(NotComparable, match="random numbers"):
+        run_probe(OwnNoise(), torch.randn(8, 4))
+
+
+def test_probe_passes_ordinary_models_and_leaves_no_trace() -> None:
     for name in PROBLEMS:
         model, x = make(name)
         state = torch.random.get_rng_state()
         if len(x) > 1:
-            probe(model, (x,), {}, len(x))
+            run_probe(model, x)
         assert torch.equal(state, torch.random.get_rng_state())
-    probe(nn.Sequential(nn.Linear(4, 4)), (torch.full((5, 4), float("nan")),), {}, 5)
+        assert all(p.grad is None for p in model.parameters())
+    run_probe(nn.Sequential(nn.Linear(4, 4)), torch.full((5, 4), float("nan")))

@@ -31,7 +31,7 @@ class Capture:
     """Hooks on a model; `expect(n)` arms them for one batch, `collect()` returns its gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._expected: int | None = None
         self._discard = False
@@ -69,7 +69,7 @@ class Capture:
         """The per-sample gradients of the expected batch, times `scale`; disarms the hooks."""
         if self._expected is None:
             raise CaptureError("No batch is expected: draw one from the private loader first.")
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter not in self._names:
                 raise CaptureError(
                     f"Parameter '{name}' became trainable after the model was made private, so its "
@@ -81,11 +81,27 @@ class Capture:
                 f"No gradient was recorded for the batch of {samples} samples. Call the model on "
                 "the batch with gradients enabled and loss.backward() before optimizer.step()."
             )
+        gradients = self.gradients(scale=scale)
+        self._forget()
+        return gradients
+
+    def gradients(self, *, scale: float = 1.0) -> PerSampleGradients:
+        """What has been recorded so far."""
         shapes = {name: p.shape for p, name in self._names.items() if p.requires_grad}
         terms = {self._names[p]: terms for p, terms in self._terms.items()}
-        like = next(iter(self._names), torch.empty(0))
-        self._forget()
-        return PerSampleGradients(shapes, terms, samples, like=like.detach(), scale=scale)
+        samples = 0 if self._discard else self.samples
+        like = next(iter(self._names), torch.empty(0)).detach()
+        return PerSampleGradients(shapes, terms, samples, like=like, scale=scale)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """A run of the expected batch that leaves no trace in what is recorded."""
+        before = self._terms, self.heard, self._batch
+        self._terms, self.heard, self._batch = {}, False, -self._batch - 1
+        try:
+            yield
+        finally:
+            self._terms, self.heard, self._batch = before
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -93,6 +109,10 @@ class Capture:
 
     def _leave(self, *_: Any) -> None:
         self._sees_batch = False
+
+    def disarm(self) -> None:
+        """Forget the expected batch, if there is one."""
+        self._forget()
 
     def _forget(self) -> None:
         for parameter in self._hidden:  # an interrupted forward pass may have left some
@@ -206,8 +226,8 @@ class Capture:
         if term.samples != self._expected:
             raise CaptureError(
                 f"Layer '{path}' saw {term.samples} samples, the batch has {self._expected}. The "
-                "first dimension of every layer's input must be the batch (batch_first=True; no "
-                "reshape that folds other dimensions into it)."
+                "first dimension of every layer's input must be the whole batch: build layers with "
+                "batch_first=True, fold no other dimension into it, and pick or drop no samples."
             )
         terms = self._terms.setdefault(parameter, [])
         if terms and isinstance(terms[-1], Rows) and isinstance(term, Rows):

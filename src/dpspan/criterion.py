@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ def check_reduction(criterion: nn.Module | None, loss_reduction: str) -> None:
         )
 
 
-def watch(criterion: nn.Module, loss_reduction: str) -> RemovableHandle:
+def watch(
+    criterion: nn.Module, loss_reduction: str, *, samples: Callable[[], int]
+) -> RemovableHandle:
     """Check on real batches that the loss splits into samples.
 
     Every batch is checked until one has passed; after that only those in which a mean leaves
@@ -46,11 +49,16 @@ def watch(criterion: nn.Module, loss_reduction: str) -> RemovableHandle:
         tensors = [x for x in given if isinstance(x, Tensor) and x.dim()]
         if len(tensors) != 2 or len(given) != 2 or not torch.is_grad_enabled():
             return
+        if not isinstance(output, Tensor):
+            return
         if len(tensors[0]) < 2 or len(tensors[0]) != len(tensors[1]):
             return
         if passed and (ignored is None or not bool((tensors[1] == ignored).any())):
             return
-        samples, half = len(tensors[0]), len(tensors[0]) // 2
+        entries, batch = len(tensors[0]), samples()
+        # Tokens of all samples in one row are cut between samples, not inside one.
+        per_sample = entries // batch if batch > 1 and entries % batch == 0 else 1
+        half = per_sample * (entries // per_sample // 2)
         with torch.no_grad():
             first, second = (
                 type(module).forward(
@@ -63,7 +71,7 @@ def watch(criterion: nn.Module, loss_reduction: str) -> RemovableHandle:
             if output.dim():  # reduction='none': one loss per entry
                 apart, together = torch.cat([first, second]), output
             elif loss_reduction == "mean":
-                apart, together = first * half + second * (samples - half), output * samples
+                apart, together = first * half + second * (entries - half), output * entries
             else:
                 apart, together = first + second, output
             close = torch.allclose(apart, together, rtol=1e-3, atol=1e-6, equal_nan=True)

@@ -27,6 +27,7 @@ from dpspan.private_step import PrivateStep, check_optimizer
 from dpspan.sampling import (
     Draw,
     PartitionDraw,
+    Piece,
     PoissonDraw,
     PrivateLoader,
     records_of,
@@ -117,10 +118,11 @@ class PrivacyEngine:
         check_reduction(criterion, loss_reduction)
         validate(module)
         check_optimizer(optimizer, module)
-        lot_size = data_loader.batch_size if expected_batch_size is None else expected_batch_size
-        if lot_size is None or not 0 < lot_size < math.inf:
+        lot_size = float(min(data_loader.batch_size or 0, draw.records))
+        if expected_batch_size is not None:
+            lot_size = float(expected_batch_size)
+        if not 0 < lot_size < math.inf:
             raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
-        lot_size = float(lot_size)
         if captures_on(module) or _is_private(optimizer):
             raise ValueError(
                 "The model or the optimizer belongs to another private run: call detach() on its "
@@ -155,7 +157,9 @@ class PrivacyEngine:
             charge=charge,
             warn=self._warn,
         )
-        loader.on_piece = step.on_piece
+        loader.on_piece = lambda piece: step.on_piece(
+            piece, new_epoch=piece.first and loader.position == 0
+        )
         if isinstance(draw, PartitionDraw):
             self.ledger.warn(
                 "batches were a partition of the data, not Poisson samples: each epoch is "
@@ -172,7 +176,9 @@ class PrivacyEngine:
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
-        handle = None if criterion is None else watch(criterion, loss_reduction)
+        handle = None
+        if criterion is not None:
+            handle = watch(criterion, loss_reduction, samples=lambda: step.samples)
         self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
         _logger.info("dpspan: %s", description)
         return module, optimizer, loader
@@ -372,6 +378,7 @@ class _Run:
 
     def remove(self) -> None:
         self._step.remove()
+        self.loader.on_piece = _refuse
         if self._criterion_hook is not None:
             self._criterion_hook.remove()
 
@@ -391,6 +398,13 @@ def _event(draw: Draw, noise_multiplier: float) -> DpEvent:
     if isinstance(draw, PoissonDraw):
         return step_event(noise_multiplier, draw.sample_rate)
     return GaussianDpEvent(noise_multiplier)
+
+
+def _refuse(_: Piece) -> None:
+    raise RuntimeError(
+        "engine.detach() ended the private run, so this loader hands out no more batches: training "
+        "on them would not be private."
+    )
 
 
 def _is_private(optimizer: Optimizer) -> bool:

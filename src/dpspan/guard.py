@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpspan.capture import Capture, Hook
 from dpspan.errors import CaptureError
-from dpspan.probe import probe
+from dpspan.probe import Call, NotComparable, probe
 
 
 class Guard:
@@ -29,7 +29,9 @@ class Guard:
         self._warn = warn
         self._samples = 0
         self._probed_modes: set[bool] = set()  # training and evaluation can differ
+        self._called = False
         self._probing = False
+        self._harmless: set[str] = set()  # buffers that change, but not with the samples
         self._shapes: list[torch.Size] | None = None
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._contents: dict[str, list[float]] | None = None
@@ -52,11 +54,16 @@ class Guard:
         changed = [
             name
             for name, (x, version) in self._versions.items()
-            if name not in now or now[name][0] is not x or now[name][1] != version
+            if name not in self._harmless
+            and (name not in now or now[name][0] is not x or now[name][1] != version)
         ]
         if self._contents is not None and not changed:
             contents = self._fingerprints()
-            changed = [name for name, value in self._contents.items() if contents[name] != value]
+            changed = [
+                name
+                for name, value in self._contents.items()
+                if contents[name] != value and name not in self._harmless
+            ]
             self._contents, self._contents_checked = None, not changed
         if changed:
             raise CaptureError(
@@ -64,7 +71,7 @@ class Guard:
                 "of training without noise. Turn the running statistics of its module off, or "
                 "replace the module."
             )
-        if self._samples > 1 and not self._probed_modes:
+        if self._samples > 1 and not self._called:
             self._warn(
                 "the model was never called as a whole on a batch, so it could not be checked "
                 "that it keeps samples apart"
@@ -81,12 +88,11 @@ class Guard:
         batch = [x for x in tensors if x.shape[:1] == (samples,)]
         if samples < 2 or not batch or self._probing or not self._capture.active:
             return
-        if module.training not in self._probed_modes:
-            self._probing = True
-            try:
-                probe(module, args, kwargs, samples, mean_loss=self._mean_loss)
-            finally:
-                self._probing = False
+        # An attention mask (T, T) could be taken for a batch where T = n: wait for another batch.
+        self._called = True
+        ambiguous = any(x.shape == (samples, samples) for x in batch)
+        if module.training not in self._probed_modes and not ambiguous:
+            self._probe((args, kwargs))
             self._probed_modes.add(module.training)
         shapes = [x.shape[1:] for x in batch]
         if self._shapes is not None and shapes != self._shapes:
@@ -97,17 +103,31 @@ class Guard:
             )
         self._shapes = shapes
 
+    def _probe(self, call: Call) -> None:
+        self._probing = True
+        try:
+            self._harmless |= probe(self._capture, call, self._samples, mean_loss=self._mean_loss)
+        except NotComparable as error:
+            self._warn(f"the model could not be checked to keep samples apart: {error}")
+        finally:
+            self._probing = False
+            self._versions = self._tensor_versions()
+
     def _tensors(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
     def _tensor_versions(self) -> dict[str, tuple[Tensor, int]]:
-        return {name: (x, x._version) for name, x in self._tensors().items()}
+        return {
+            name: (x, 0 if x.is_inference() else x._version) for name, x in self._tensors().items()
+        }
 
     def _fingerprints(self) -> dict[str, list[float]]:
         """Two numbers a tensor: they see changes through `.data`, which leave the version as it is.
 
         Taken until a batch has passed, not at every step: reading them stalls a GPU.
         """
-        parts = {name: x.detach().double() for name, x in self._tensors().items()}
-        sums = {name: torch.stack([x.sum(), x.square().sum()]) for name, x in parts.items()}
-        return {name: x.nan_to_num().tolist() for name, x in sums.items()}
+        fingerprints = {}
+        for name, tensor in self._tensors().items():
+            x = tensor.detach().double()
+            fingerprints[name] = torch.stack([x.sum(), x.square().sum()]).nan_to_num().tolist()
+        return fingerprints

@@ -51,9 +51,12 @@ class PrivateStep:
         self._total: Sums | None = None
         self._step_hook = optimizer.register_step_pre_hook(self.before_step)
 
-    def on_piece(self, piece: Piece) -> None:
+    def on_piece(self, piece: Piece, *, new_epoch: bool = False) -> None:
         """A piece of a batch is about to be handed to the training loop."""
-        if self._piece is not None and self._capture.heard:
+        lost = self._piece is not None and self._capture.heard
+        self._piece = None
+        self._capture.disarm()
+        if lost and not new_epoch:  # an epoch that was left early may leave a batch behind
             raise CaptureError(
                 "backward() was called on the last batch, but optimizer.step() was not, so its "
                 "gradients would be lost. Call optimizer.step() for every batch of the loader. To "
@@ -66,6 +69,11 @@ class PrivateStep:
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped.
         self._capture.expect(max(piece.samples, 1), discard=piece.samples == 0)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the batch at hand, 0 between batches."""
+        return 0 if self._piece is None else self._piece.samples
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,98 +1,104 @@
 """One look at the running model before its first private step: does it keep samples apart?
 
 Which dimension of a layer's input is the batch, and whether a module lets one sample see another,
-cannot be read off a module in general. So the model is run three times on a few samples of the
-batch, with the same random numbers: as they are, with the last of them exchanged, and without the
-last. No module may give the first samples another output because their neighbours changed, and
-every module must see as many samples as went in. What is compared never leaves this module except
-as an error to the operator.
+cannot be read off a module in general. So the step is rehearsed on the batch as it is, and again
+with half of its samples exchanged, under the same random numbers: the per-sample gradients of the
+other half must not change. What is compared never leaves this module except as an error or a
+warning to the operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpspan.capture import Capture
 from dpspan.errors import UnsupportedModule
 
-_FEW = 4
-
-Outputs = list[tuple[str, nn.Module, Tensor]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def probe(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    samples: int,
-    *,
-    mean_loss: bool = True,
-) -> None:
-    """Raise `UnsupportedModule` if a module of the model mixes samples or moves the batch.
+def probe(capture: Capture, call: Call, samples: int, *, mean_loss: bool = True) -> set[str]:
+    """Raise `UnsupportedModule` if a sample's gradient depends on other samples.
 
-    A model that returns its own loss, a tensor without dimensions, is checked to be the mean (or
-    the sum) of its samples' losses.
+    Returns the names of buffers that the model changes in the same way whatever the samples are
+    (a step counter, a cache of positions).
     """
-    few = min(_FEW, samples)
-    half = few // 2
+    half = samples // 2
 
-    def run(cut: Callable[[Tensor], Tensor]) -> Outputs:
-        def of_batch(leaf: Any) -> Any:
-            is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)
-            return cut(leaf[:few]) if is_batch else leaf
+    def exchange(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)
+        return torch.cat([leaf[:half], leaf[: samples - half].flip(0)]) if is_batch else leaf
 
-        return _run(model, *tree_map(of_batch, (args, kwargs)))
-
-    whole = run(lambda x: x)
-    exchanged = run(lambda x: torch.cat([x[:half], x[: few - half].flip(0)]))
-    first, second = run(lambda x: x[:half]), run(lambda x: x[half:])
-
-    for (path, module, x), (_, _, y), (other, _, z) in zip(whole, exchanged, first, strict=False):
-        name = f"'{path}' ({type(module).__name__})" if path else type(module).__name__
-        if path != other:  # a forward pass that depends on the data: nothing to compare any more
-            return
-        if x.dim() == 0:
-            continue
-        if x.shape[0] != few or z.shape[0] != half:
-            if x.shape == z.shape and x.shape[0] == 1 and not _differ(x, y):
-                continue  # the same whatever the batch holds: positions, for example
-            raise UnsupportedModule(
-                f"{name} gave an output of first dimension {x.shape[0]} for {few} samples and "
-                f"{z.shape[0]} for {half}: the first dimension must be the batch everywhere. "
-                "Build layers with batch_first=True, give shared inputs a batch dimension of 1 "
-                "(positions.unsqueeze(0)), and do not fold other dimensions into the batch."
-            )
-        if _differ(x[:half], y[:half]):
-            raise UnsupportedModule(
-                f"{name} gives a sample another output when other samples of the batch change: it "
-                "mixes samples, so no sample's gradient can be bounded. Replace it by a layer that "
-                "treats samples one by one (GroupNorm or LayerNorm instead of batch statistics)."
-            )
-    _check_loss(whole, first, second, few, half, mean_loss)
+    other = tree_map(exchange, call)
+    norms, buffers = _rehearse(capture, call, samples, mean_loss)
+    again, _ = _rehearse(capture, call, samples, mean_loss)
+    if _differ(norms, again):
+        raise NotComparable("it draws random numbers that a seed does not control")
+    exchanged, other_buffers = _rehearse(capture, other, samples, mean_loss)
+    if _differ(norms[:half], exchanged[:half]):
+        raise UnsupportedModule(
+            f"{_culprit(capture.model, call, other, half)} lets the gradient of a sample depend on "
+            "the other samples of the batch, so it cannot be bounded: it mixes samples. Replace "
+            "batch statistics by layers that treat samples one by one (GroupNorm, LayerNorm), make "
+            "a loss inside the model a mean of one loss per sample, keep the batch in the first "
+            "dimension of every layer's input, and give inputs that all samples share a first "
+            "dimension of 1 without reducing it again."
+        )
+    same = (name for name, x in buffers.items() if torch.equal(x, other_buffers.get(name, x * 0)))
+    return set(same)
 
 
-def _check_loss(
-    whole: Outputs, first: Outputs, second: Outputs, few: int, half: int, mean_loss: bool
-) -> None:
-    """A loss that the model itself returns must split into samples."""
-    losses = [
-        [x for path, _, x in outputs if path == "" and x.dim() == 0 and x.is_floating_point()]
-        for outputs in (whole, first, second)
+class NotComparable(Exception):
+    """Two runs of the model cannot be compared, so nothing can be said."""
+
+
+def _rehearse(
+    capture: Capture, call: Call, samples: int, mean_loss: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms of the per-sample gradients of a made-up loss, and the buffers after the run.
+
+    The loss is not linear, or its gradients might not depend on the samples at all: the sine of
+    every output, weighed by a fixed random number. A loss that the model returns counts as it is.
+    Random numbers and buffers are as before afterwards.
+    """
+    model = capture.model
+    saved = [(m, name, b, b.clone()) for m, name, b in _buffers(model)]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices), capture.rehearsal(), torch.enable_grad():
+        torch.manual_seed(0)
+        args, kwargs = call
+        outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor)]
+        terms = [
+            (samples * x if mean_loss else x)
+            if x.dim() == 0
+            else (x.sin() * torch.rand(x.shape[1:], device=x.device)).sum()
+            for x in outputs
+            if x.requires_grad and x.shape[:1] in ((), (samples,))
+        ]
+        if not terms:
+            raise NotComparable("no output of it has the batch in front and needs a gradient")
+        torch.stack([term.double() for term in terms]).sum().backward()
+        norms = capture.gradients().norms()
+    after = {name: b.clone() for name, b in model.named_buffers()}
+    with torch.no_grad():
+        for module, name, buffer, content in saved:
+            module._buffers[name] = buffer
+            if not buffer.is_inference():
+                buffer.copy_(content)
+    return norms, after
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     ]
-    weights = (few, half, few - half) if mean_loss else (1, 1, 1)
-    for together, one, other in zip(*losses, strict=False):
-        total, a, b = (w * x for w, x in zip(weights, (together, one, other), strict=True))
-        if _differ(total, a + b):
-            raise UnsupportedModule(
-                "The loss that the model returns mixes samples: it is not the "
-                f"{'mean' if mean_loss else 'sum'} of its samples' losses (a mean over all tokens "
-                "that are not ignored is not). Compute one loss per sample outside the model, "
-                "then take the mean."
-            )
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
@@ -103,20 +109,31 @@ def _differ(x: Tensor, y: Tensor) -> bool:
     return bool(((x - y).abs() > 1e-3 * (x.abs().amax() + y.abs())).any())
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+def _culprit(model: nn.Module, call: Call, other: Call, half: int) -> str:
+    """The first module whose output for the first samples changes with the others, by name."""
+    first, second = _outputs(model, call), _outputs(model, other)
+    for (path, module, x), (_, _, y) in zip(first, second, strict=False):
+        if path and _differ(x[:half], y[:half]):
+            return f"'{path}' ({type(module).__name__})"
+    return type(model).__name__
+
+
+def _outputs(model: nn.Module, call: Call) -> list[tuple[str, nn.Module, Tensor]]:
     """Every module's output tensors, in the order in which they came, under one fixed seed."""
-    seen: Outputs = []
+    seen: list[tuple[str, nn.Module, Tensor]] = []
     handles = []
     for path, module in model.named_modules():
 
         def note(m: nn.Module, _: Any, output: Any, path: str = path) -> None:
-            seen.extend((path, m, t) for t in tree_leaves(output) if isinstance(t, Tensor))
+            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim())
+            seen.extend((path, m, t) for t in tensors)
 
         handles.append(module.register_forward_hook(note))
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
+            args, kwargs = call
             model(*args, **kwargs)
     finally:
         for handle in handles:

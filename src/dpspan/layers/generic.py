@@ -33,12 +33,19 @@ def per_sample_forward(
     """
     leaves, structure = tree_flatten((arguments, keywords))
     # An attention mask (T, T) is the same for every sample, even where T = n.
-    mask = keywords.get("attn_mask")
+    mask, padding = keywords.get("attn_mask"), keywords.get("key_padding_mask")
     shared = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     batched = [
         isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,) and leaf is not shared
         for leaf in leaves
     ]
+    for leaf, is_batched in zip(leaves, batched, strict=True):
+        square = is_batched and leaf.shape == (samples, samples) and leaf is not padding
+        if square and any(isinstance(other, Tensor) and other.dim() > 2 for other in leaves):
+            raise ValueError(
+                f"an input of shape ({samples}, {samples}) may be a mask or a batch: pass masks by "
+                "the keywords attn_mask and key_padding_mask."
+            )
     if not any(batched):
         raise ValueError(f"none of its inputs has the batch, {samples} samples, in front.")
     template: list[Any] = []  # the output with its tensors replaced, seen while tracing
