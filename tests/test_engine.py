@@ -869,7 +869,7 @@ def test_inputs_of_varying_length_are_put_on_record() -> None:
 
 def test_parts_called_one_by_one_are_put_on_record() -> None:
     engine, model, optimizer, loader = setup()
-    with pytest.warns(UserWarning, match="never called as a whole"):
+    with pytest.warns(UserWarning, match="not called as a whole"):
         for x, y in loader:
             nn.CrossEntropyLoss()(model[2](model[1](model[0](x))), y).backward()
             optimizer.step()
@@ -996,3 +996,72 @@ def test_a_batch_larger_than_the_dataset_is_the_dataset() -> None:
     engine, model, optimizer, loader = setup(data_loader=loader)
     assert train(model, optimizer, loader) == [5]
     assert engine.certificate(1e-5)["training"]["expected_batch_size"] == 5.0
+
+
+class LateAverage(nn.Module):
+    """Starts to keep a private average only after some batches."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.start, self.calls = start, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled() and self.training
+        if self.calls > self.start:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return x
+
+
+def test_a_buffer_that_was_quiet_on_the_first_batch_is_still_watched() -> None:
+    engine, model, optimizer, loader = setup(
+        module=nn.Sequential(LateAverage(start=5), nn.Linear(6, 2))
+    )
+    with pytest.raises(CaptureError, match=r"'0\.mean' was changed by the private batch"):
+        train(model, optimizer, loader, epochs=3)
+    assert 0 < engine.ledger.steps < 12
+
+
+def test_a_running_maximum_is_not_taken_for_a_counter() -> None:
+    """Exchanging samples may leave a maximum as it is: it must differ on blank input too."""
+
+    class Maximum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("most", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.maximum(self.most, x.detach().abs().amax(0), out=self.most)
+            return x
+
+    for seed in range(4):
+        _, model, optimizer, loader = setup(
+            engine=PrivacyEngine(debug_seed=seed),
+            module=nn.Sequential(Maximum(), nn.Linear(6, 2)),
+        )
+        with pytest.raises(CaptureError, match=r"'0\.most' was changed"):
+            train(model, optimizer, loader)
+
+
+def test_a_rehearsal_that_cannot_be_compared_leaves_nothing_behind() -> None:
+    class Opaque(nn.Module):
+        """Its output has no batch in front, so two runs cannot be compared."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+            self.register_buffer("seen", torch.zeros(6))
+            self.rehearsed = 0
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            self.rehearsed += 1
+            if self.rehearsed == 1:
+                self.seen.copy_(x.detach().mean(0))
+            return [self.layer(x).T]
+
+    _, model, optimizer, loader = setup(module=Opaque())
+    with pytest.warns(UserWarning, match="could not be checked"):
+        for x, y in loader:
+            nn.CrossEntropyLoss()(model(x)[0].T, y).backward()
+            optimizer.step()
+    assert not model.seen.any()

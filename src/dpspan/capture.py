@@ -62,7 +62,7 @@ class Capture:
 
     def expect(self, samples: int, *, discard: bool = False) -> None:
         """Arm the hooks for a batch of `samples`; `discard` drops what it brings."""
-        self._forget()
+        self.disarm()
         self._expected, self._discard = samples, discard
 
     def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
@@ -82,7 +82,7 @@ class Capture:
                 "the batch with gradients enabled and loss.backward() before optimizer.step()."
             )
         gradients = self.gradients(scale=scale)
-        self._forget()
+        self.disarm()
         return gradients
 
     def gradients(self, *, scale: float = 1.0) -> PerSampleGradients:
@@ -111,10 +111,7 @@ class Capture:
         self._sees_batch = False
 
     def disarm(self) -> None:
-        """Forget the expected batch, if there is one."""
-        self._forget()
-
-    def _forget(self) -> None:
+        """Forget the expected batch, if there is one, and what it brought."""
         for parameter in self._hidden:  # an interrupted forward pass may have left some
             parameter.requires_grad_(True)
         self._hidden = set()
@@ -130,7 +127,7 @@ class Capture:
         for module in self._generic:
             vars(module)["forward"].restore()
         self._handles, self._generic = [], []
-        self._forget()
+        self.disarm()
 
     def __enter__(self) -> Capture:
         return self
@@ -158,7 +155,7 @@ class Capture:
             self._generic.append(module)
             return
         if own and rule is not None:
-            layer = _Layer(self, path, module, rule)
+            layer = _Layer(self, path, rule)
             self._handles += [
                 module.register_forward_pre_hook(Hook(layer.hide, self)),
                 # Before any hook of the user's, which may replace the output; and always, since
@@ -274,8 +271,8 @@ class Capture:
 class _Layer:
     """The hooks of one module that has a rule."""
 
-    def __init__(self, capture: Capture, path: str, module: nn.Module, rule: Rule) -> None:
-        self._capture, self._path, self._module, self._rule = capture, path, module, rule
+    def __init__(self, capture: Capture, path: str, rule: Rule) -> None:
+        self._capture, self._path, self._rule = capture, path, rule
         self._hidden: dict[str, nn.Parameter] | None = None
 
     def hide(self, module: nn.Module, _: Any) -> None:

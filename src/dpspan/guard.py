@@ -29,7 +29,6 @@ class Guard:
         self._warn = warn
         self._samples = 0
         self._probed_modes: set[bool] = set()  # training and evaluation can differ
-        self._called = False
         self._probing = False
         self._harmless: set[str] = set()  # buffers that change, but not with the samples
         self._shapes: list[torch.Size] | None = None
@@ -62,7 +61,7 @@ class Guard:
             changed = [
                 name
                 for name, value in self._contents.items()
-                if contents[name] != value and name not in self._harmless
+                if contents.get(name) != value and name not in self._harmless
             ]
             self._contents, self._contents_checked = None, not changed
         if changed:
@@ -71,10 +70,10 @@ class Guard:
                 "of training without noise. Turn the running statistics of its module off, or "
                 "replace the module."
             )
-        if self._samples > 1 and not self._called:
+        if self._samples > 1 and not self._probed_modes:
             self._warn(
-                "the model was never called as a whole on a batch, so it could not be checked "
-                "that it keeps samples apart"
+                "a step was taken before the model could be checked to keep samples apart: it was "
+                "not called as a whole on the batch, or a mask could not be told from the batch"
             )
 
     def remove(self) -> None:
@@ -89,8 +88,7 @@ class Guard:
         if samples < 2 or not batch or self._probing or not self._capture.active:
             return
         # An attention mask (T, T) could be taken for a batch where T = n: wait for another batch.
-        self._called = True
-        ambiguous = any(x.shape == (samples, samples) for x in batch)
+        ambiguous = len(batch) > 1 and any(x.shape == (samples, samples) for x in batch)
         if module.training not in self._probed_modes and not ambiguous:
             self._probe((args, kwargs))
             self._probed_modes.add(module.training)

@@ -9,6 +9,8 @@ warning to the operator.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,21 +26,17 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def probe(capture: Capture, call: Call, samples: int, *, mean_loss: bool = True) -> set[str]:
     """Raise `UnsupportedModule` if a sample's gradient depends on other samples.
 
-    Returns the names of buffers that the model changes in the same way whatever the samples are
-    (a step counter, a cache of positions).
+    Returns the names of buffers that the model changes, but in the same way whatever the samples
+    are (a step counter, a cache of positions).
     """
     half = samples // 2
-
-    def exchange(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)
-        return torch.cat([leaf[:half], leaf[: samples - half].flip(0)]) if is_batch else leaf
-
-    other = tree_map(exchange, call)
-    norms, buffers = _rehearse(capture, call, samples, mean_loss)
+    other = _replaced(call, samples, lambda x: torch.cat([x[:half], x[: samples - half].flip(0)]))
+    before = {name: b.clone() for name, b in capture.model.named_buffers()}
+    norms, after = _rehearse(capture, call, samples, mean_loss)
     again, _ = _rehearse(capture, call, samples, mean_loss)
     if _differ(norms, again):
         raise NotComparable("it draws random numbers that a seed does not control")
-    exchanged, other_buffers = _rehearse(capture, other, samples, mean_loss)
+    exchanged, _ = _rehearse(capture, other, samples, mean_loss)
     if _differ(norms[:half], exchanged[:half]):
         raise UnsupportedModule(
             f"{_culprit(capture.model, call, other, half)} lets the gradient of a sample depend on "
@@ -48,8 +46,23 @@ def probe(capture: Capture, call: Call, samples: int, *, mean_loss: bool = True)
             "dimension of every layer's input, and give inputs that all samples share a first "
             "dimension of 1 without reducing it again."
         )
-    same = (name for name, x in buffers.items() if torch.equal(x, other_buffers.get(name, x * 0)))
-    return set(same)
+    changed = {n for n, b in after.items() if n not in before or not torch.equal(b, before[n])}
+    if not changed:
+        return set()
+    # Exchanged samples might leave a maximum as it is; a blank batch would not.
+    _, blank = _rehearse(capture, _replaced(call, samples, torch.zeros_like), samples, mean_loss)
+    return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
+
+
+def _replaced(call: Call, samples: int, replace: Callable[[Tensor], Tensor]) -> Call:
+    """The call with every input that has the batch in front replaced."""
+
+    def one(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)
+        return replace(leaf) if is_batch else leaf
+
+    replaced: Call = tree_map(one, call)
+    return replaced
 
 
 class NotComparable(Exception):
@@ -63,13 +76,9 @@ def _rehearse(
 
     The loss is not linear, or its gradients might not depend on the samples at all: the sine of
     every output, weighed by a fixed random number. A loss that the model returns counts as it is.
-    Random numbers and buffers are as before afterwards.
     """
     model = capture.model
-    saved = [(m, name, b, b.clone()) for m, name, b in _buffers(model)]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), capture.rehearsal(), torch.enable_grad():
-        torch.manual_seed(0)
+    with _untouched(model), capture.rehearsal(), torch.enable_grad():
         args, kwargs = call
         outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor)]
         terms = [
@@ -82,23 +91,29 @@ def _rehearse(
         if not terms:
             raise NotComparable("no output of it has the batch in front and needs a gradient")
         torch.stack([term.double() for term in terms]).sum().backward()
-        norms = capture.gradients().norms()
-    after = {name: b.clone() for name, b in model.named_buffers()}
-    with torch.no_grad():
-        for module, name, buffer, content in saved:
-            module._buffers[name] = buffer
-            if not buffer.is_inference():
-                buffer.copy_(content)
-    return norms, after
+        after = {name: b.clone() for name, b in model.named_buffers()}
+        return capture.gradients().norms(), after
 
 
-def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Run under one fixed seed; random numbers and buffers are as before afterwards."""
+    saved = []
+    for module in model.modules():
+        present = [b for b in module._buffers.values() if b is not None and not b.is_inference()]
+        saved.append((module, dict(module._buffers), [(b, b.clone()) for b in present]))
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            yield
+    finally:  # whatever happened: a rehearsal must not leave private data behind
+        with torch.no_grad():
+            for module, buffers, contents in saved:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                for buffer, content in contents:
+                    buffer.copy_(content)
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
@@ -129,10 +144,8 @@ def _outputs(model: nn.Module, call: Call) -> list[tuple[str, nn.Module, Tensor]
             seen.extend((path, m, t) for t in tensors)
 
         handles.append(module.register_forward_hook(note))
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
+        with torch.no_grad(), _untouched(model):
             args, kwargs = call
             model(*args, **kwargs)
     finally:

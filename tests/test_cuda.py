@@ -1,0 +1,84 @@
+"""On a GPU: the same numbers, no waiting inside a step, and bounds that hold under TF32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpspan
+from dpspan.gradients import PerSampleGradients
+from dpspan.layers.linear import Outer
+from dpspan.models import ResNet20
+from oracle import per_sample_matrix
+from problems import PROBLEMS, loss_per_sample, make
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _plain_arithmetic() -> Iterator[None]:
+    convolutions = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    # vmap runs no backward pass of the fused attention kernels
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield
+    torch.backends.cudnn.allow_tf32 = convolutions
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_default_device("cpu")
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_operations_agree_with_the_oracle(name: str) -> None:
+    model, x = make(name)
+    torch.set_default_device("cuda")  # some of the models make their own positions
+    model, x = model.cuda(), x.cuda()
+    oracle = per_sample_matrix(model, loss_per_sample, x)
+    J = dpspan.per_sample_gradients(model, loss_per_sample, x)
+    weights = torch.randn(len(x), dtype=oracle.dtype)
+    assert torch.allclose(J.matrix(), oracle, atol=1e-9)
+    assert torch.allclose(J.norms(), oracle.norm(dim=1), rtol=1e-9)
+    assert torch.allclose(J.gram(J), oracle @ oracle.T, atol=1e-8)
+    combined = torch.cat([part.flatten() for part in J.combine(weights).values()])
+    assert torch.allclose(combined, weights @ oracle, atol=1e-9)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_bounds_cover_what_is_summed(tf32: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    for trial in range(40):
+        a = torch.randn(8, 1, 96).expand(8, 3, 96) * (1 + 1e-3 * torch.randn(8, 3, 1))
+        b = torch.randn(8, 3, 64)
+        b[:, -1] = -b[:, :-1].sum(1) + 10.0 ** (-trial / 10) * torch.randn(8, 64)
+        J = PerSampleGradients({"w": torch.Size((64, 96))}, {"w": [Outer(a, b)]}, 8, like=a)
+        bounds = J.norm_bounds()
+        for i in range(8):
+            alone = torch.zeros(8)
+            alone[i] = 1
+            assert J.combine(alone)["w"].double().norm() <= bounds[i]
+
+
+def test_a_step_never_waits_for_the_gpu() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 3, 32, 32), torch.randint(0, 10, (300,))
+    model = ResNet20().cuda()
+    model, optimizer, loader = dpspan.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=60),
+        noise_multiplier=1.0,
+        max_physical_batch_size=40,
+    )
+    for number, (images, labels) in enumerate(loader):
+        batch = images.cuda(), labels.cuda()
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        try:
+            nn.CrossEntropyLoss()(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
