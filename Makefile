@@ -31,6 +31,7 @@ test-all: lint types
 
 bench: setup
 	$(BIN)/python -m benchmarks.dpsgd
+	$(BIN)/python -m benchmarks.gep --models cnn resnet20
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs

@@ -79,17 +79,18 @@ def ghost_note(model: Any) -> str:
 # ---------------------------------------------------------------------------------------------
 # dpspan: the one function to change when the engine's interface does
 # ---------------------------------------------------------------------------------------------
-def dpspan_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contender:
-    """DP-SGD of dpspan, at the level below the engine: no loader, no ledger."""
+def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: Any) -> Contender:
+    """A method of dpspan, at the level below the engine: no loader, no ledger."""
     from dpspan.capture import Capture
-    from dpspan.mechanisms.dpsgd import DPSGD
+    from dpspan.mechanisms import Setting
     from dpspan.noise import Noise
 
     n = len(x)
     criterion = nn.CrossEntropyLoss()
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=LEARNING_RATE)
-    capture, mechanism, generator = Capture(model), DPSGD(clip=CLIP).bind(model), Noise()
+    mechanism = method.bind(Setting(model=model, criterion=criterion))
+    capture, generator = Capture(model), Noise()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -98,10 +99,17 @@ def dpspan_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contend
         with torch.no_grad():
             total = mechanism.clipped_sum(capture.collect(scale=n))
             for name, value in mechanism.release(total, generator, noise).items():
-                parameters[name].grad = value.div_(n)
+                parameters[name].grad = value.div_(n).to(parameters[name].dtype)
         optimizer.step()
 
     return Contender(step)
+
+
+def dpspan_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contender:
+    """DP-SGD of dpspan."""
+    from dpspan.mechanisms import DPSGD
+
+    return method_step(model, x, y, noise, DPSGD(clip=CLIP))
 
 
 PLAIN = "non-private"

@@ -14,7 +14,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from benchmarks.contenders import CONTENDERS, NOISE, Contender, naive_gradient
+from benchmarks.contenders import NOISE, Contender, Factory, naive_gradient
 from benchmarks.problems import PROBLEMS, SEED, Problem
 
 Step = Callable[[], None]
@@ -39,9 +39,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def prepare(name: str, problem: Problem, batch: int, device: str, noise: float) -> Contender:
+def prepare(factory: Factory, problem: Problem, batch: int, device: str, noise: float) -> Contender:
     """A contender on a fresh model and the fixed batch."""
-    return CONTENDERS[name](problem.model(device), *problem.data(batch, device), noise)
+    return factory(problem.model(device), *problem.data(batch, device), noise)
 
 
 def reason(error: BaseException) -> str:
@@ -49,12 +49,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def disagreement(name: str, problem: Problem, batch: int, device: str) -> float:
+def disagreement(factory: Factory, problem: Problem, batch: int, device: str) -> float:
     """Relative distance of a noiseless step from the naive one, on a part of the batch."""
     batch = min(batch, CHECK_BATCH)
     model, (x, y) = problem.model(device), problem.data(batch, device)
     expected = naive_gradient(model, x, y)
-    CONTENDERS[name](model, x, y, 0.0).step()
+    factory(model, x, y, 0.0).step()
     actual = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return float((actual - expected).norm() / expected.norm())
 
@@ -110,7 +110,9 @@ def interleave(
     return {name: [taken[name] for taken in results] for name in steps}
 
 
-def peak_memory(model: str, contender: str, batch: int, device: str, tf32: bool) -> dict[str, Any]:
+def peak_memory(
+    model: str, contender: Factory, batch: int, device: str, tf32: bool
+) -> dict[str, Any]:
     """Peak bytes of a contender's first steps, measured in a fresh process.
 
     The process is forked from one that has imported everything and run nothing.
@@ -169,17 +171,17 @@ def _peak_of(run: Step, device: str) -> dict[str, Any]:
 
 
 def _measure_memory(
-    model: str, contender: str, batch: int, device: str, threads: int, tf32: bool
+    model: str, contender: Factory, batch: int, device: str, threads: int, tf32: bool
 ) -> dict[str, Any]:
     """The memory of one contender's first steps; runs in the fresh process."""
     configure(threads, tf32)
     problem = PROBLEMS[model]
-    # A step of two samples first, so that loading code does not count as the step's memory.
-    prepare(contender, problem, 2, device, NOISE).step()
+    # A step of a few samples first, so that loading code does not count as the step's memory.
+    prepare(contender, problem, 4, device, NOISE).step()
     network, data = problem.model(device), problem.data(batch, device)
 
     def run() -> None:
-        step = CONTENDERS[contender](network, *data, NOISE).step
+        step = contender(network, *data, NOISE).step
         for _ in range(MEMORY_STEPS):
             step()
 

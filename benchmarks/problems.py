@@ -12,6 +12,24 @@ SEED = 0
 VOCABULARY = 10_000
 
 
+def minilm() -> nn.Module:
+    """MiniLM-L6, 22.7 M parameters, for two classes; pretrained (the extra `text`)."""
+    from dpspan.text import minilm_classifier
+
+    return LogitsOnly(minilm_classifier(classes=2))
+
+
+class LogitsOnly(nn.Module):
+    """A Hugging Face classifier that takes token ids and returns a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model, the shape of one sample and the batch size of one step."""
@@ -42,6 +60,7 @@ PROBLEMS = {
     "mlp": Problem(MLP, (1, 28, 28), batch=256),
     "cnn": Problem(PaperCNN, (1, 28, 28), batch=250),
     "resnet20": Problem(ResNet20, (3, 32, 32), batch=256),
+    "minilm": Problem(minilm, (64,), batch=32, classes=2, vocabulary=30_000),
     "transformer": Problem(
         lambda: TransformerEncoder(VOCABULARY), (64,), batch=64, classes=2, vocabulary=VOCABULARY
     ),

@@ -146,10 +146,10 @@ def plot(results: Results, path: Path) -> None:
 
 
 def save(results: Results, folder: Path) -> None:
-    """Write `dpsgd-DEVICE.json` and `dpsgd-DEVICE.png`."""
+    """Write `FOLDER/DEVICE.json` and `FOLDER/DEVICE.png`."""
     summarise(results)
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"dpsgd-{results['settings']['device']}"
+    stem = folder / results["settings"]["device"]
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, stem.with_suffix(".png"))
 

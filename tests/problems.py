@@ -78,10 +78,11 @@ class Custom(nn.Module):
         super().__init__()
         self.token = nn.Parameter(torch.randn(1, 5))
         self.scale = nn.Parameter(torch.randn(5))
+        self.temperature = nn.Parameter(torch.tensor(1.3))  # a single number has no axes
         self.inner = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale + self.token).tanh() * self.scale
+        return self.inner(x * self.scale + self.token).tanh() * self.scale * self.temperature
 
 
 class CustomInside(nn.Module):

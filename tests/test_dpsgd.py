@@ -15,6 +15,7 @@ from dpspan import DPSGD, AutomaticClipping, FlatClipping, per_sample_gradients
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.linear import Outer
 from dpspan.layers.terms import Rows
+from dpspan.mechanisms import Setting
 from dpspan.noise import Noise
 from oracle import per_sample_matrix
 from problems import loss_per_sample, make
@@ -27,7 +28,9 @@ def flat(parts: dict[str, Tensor]) -> Tensor:
 
 
 def mechanism(clipping: object = None) -> object:
-    return DPSGD(clip=CLIP, clipping=clipping or FlatClipping()).bind(nn.Linear(1, 1))
+    return DPSGD(clip=CLIP, clipping=clipping or FlatClipping()).bind(
+        Setting(model=nn.Linear(1, 1))
+    )
 
 
 def rows(values: Tensor) -> PerSampleGradients:
@@ -128,7 +131,7 @@ def test_no_clip_factor_without_limit() -> None:
     tiny = AutomaticClipping(stability=1e-30)
     total = flat(mechanism(tiny).clipped_sum(rows(torch.full((1, 20), 1e-23))))
     assert float(total.norm()) <= CLIP
-    small = DPSGD(clip=1.3e-7).bind(nn.Linear(1, 1))
+    small = DPSGD(clip=1.3e-7).bind(Setting(model=nn.Linear(1, 1)))
     total = flat(small.clipped_sum(rows(torch.full((1, 20), 3e37))))
     assert float(total.double().norm()) <= 1.3e-7 * (1 + 1e-6)
 
@@ -170,7 +173,7 @@ def test_noise_law(samples: int) -> None:
 def test_noise_scales_with_clip_and_multiplier() -> None:
     total = {"w": torch.zeros(200_000)}
     for clip, z in ((0.1, 3.0), (5.0, 0.5)):
-        bound = DPSGD(clip=clip).bind(nn.Linear(1, 1))
+        bound = DPSGD(clip=clip).bind(Setting(model=nn.Linear(1, 1)))
         std = float(bound.release(total, Noise(seed=1), z)["w"].std())
         assert abs(std / (clip * z) - 1) < 5.5 / math.sqrt(2 * 200_000)
 

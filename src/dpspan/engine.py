@@ -21,9 +21,10 @@ from dpspan.checkpoint import load_file, save_file
 from dpspan.criterion import check_reduction, watch
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
-from dpspan.mechanisms import DPSGD, Mechanism, Method
+from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
 from dpspan.private_step import PrivateStep, check_optimizer
+from dpspan.public import PublicData, refuse_overlap
 from dpspan.sampling import (
     Draw,
     PartitionDraw,
@@ -33,6 +34,7 @@ from dpspan.sampling import (
     records_of,
     sample_rate_of,
 )
+from dpspan.transfer import WarmStart
 from dpspan.validation import validate
 
 _logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
+        warm_start: WarmStart | None = None,
         non_private: bool = False,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
         """Train with this noise multiplier z.
@@ -105,6 +108,7 @@ class PrivacyEngine:
             sample_rate: q, if not batch size / dataset size; a public constant.
             expected_batch_size: L, if not the loader's batch size; a public constant.
             max_physical_batch_size: most samples to process at once.
+            warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
             non_private: allow noise_multiplier = 0.
         """
         if self._run is not None:
@@ -129,6 +133,24 @@ class PrivacyEngine:
                 "engine first, or build new ones."
             )
 
+        mechanism = method.bind(
+            Setting(
+                model=module,
+                criterion=criterion,
+                steps_per_epoch=draw.steps_per_epoch,
+                max_physical_batch_size=max_physical_batch_size,
+                warn=self._warn,
+            )
+        )
+        for data in mechanism.public:
+            refuse_overlap(data, data_loader.dataset, data_loader.collate_fn)
+        if warm_start is not None:
+            self._warm_start(warm_start, module, criterion, data_loader)
+        for data in mechanism.public:
+            self.ledger.declare_public(
+                data.name, data.digest, data.count, detail=f"{type(method).__name__}: subspace"
+            )
+
         seed = self._debug_seed
         loader = PrivateLoader.from_data_loader(
             data_loader,
@@ -136,7 +158,6 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             generator=None if seed is None else np.random.default_rng(seed),
         )
-        mechanism = method.bind(module)
         charged_passes: set[int] = set()
 
         def charge() -> None:
@@ -200,6 +221,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
+        warm_start: WarmStart | None = None,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
         """Train for `epochs` epochs within (target_epsilon, target_delta), and stop there.
 
@@ -233,6 +255,7 @@ class PrivacyEngine:
             sample_rate=sample_rate,
             expected_batch_size=expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
+            warm_start=warm_start,
         )
         self.ledger.budget = budget
         self.ledger.reserve(_event(draw, noise_multiplier), events)
@@ -259,6 +282,13 @@ class PrivacyEngine:
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
         """Write `certificate()` to a file."""
         return write_certificate(path, self.certificate(delta))
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """What the method noted while training, from public data and released results only.
+
+        Ask for notes with `diagnose=` on the method.
+        """
+        return self._running().mechanism.diagnostics()
 
     def note_unprivate(self, what: str) -> None:
         """Put on record that something computed from private data without noise was looked at."""
@@ -350,6 +380,21 @@ class PrivacyEngine:
             self._run.remove()
 
     # -- setting up -----------------------------------------------------------------------------
+
+    def _warm_start(
+        self,
+        warm_start: WarmStart,
+        module: nn.Module,
+        criterion: nn.Module | None,
+        private: DataLoader[Any],
+    ) -> None:
+        """Train on public data, and put it on record."""
+        data = PublicData.of(warm_start.data)
+        refuse_overlap(data, private.dataset, private.collate_fn)
+        result = warm_start.run(module, criterion)
+        detail = f"warm start: {result.epochs} epochs"
+        self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        _logger.info("dpspan: %s of public training", detail)
 
     def _running(self) -> _Run:
         if self._run is None:

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpspan.layers.linear import Outer
-from dpspan.layers.terms import Rows, Sum, Term, blocks, joined
+from dpspan.layers.pairs import inner
+from dpspan.layers.terms import Rows, Stack, Sum, Term
 from dpspan.numerics import Arithmetic, bounds, exact, full_precision
 
 _SMALL = 512  # numbers per sample up to which rows are worth packing together
+
+
+class Pack(NamedTuple):
+    """One or more parameters that are worked on together."""
+
+    term: Term
+    shape: torch.Size
 
 
 class PerSampleGradients:
@@ -33,19 +42,52 @@ class PerSampleGradients:
     ) -> None:
         self.shapes = dict(shapes)
         self.samples = samples
-        self._terms = {
+        self.terms = {
             name: _total(terms[name], shape.numel())
             for name, shape in shapes.items()
             if terms.get(name)
         }
-        self._like = full_precision(like[:0])
-        self._scale = scale
+        self.like = full_precision(like.new_empty(0))  # dtype and device
+        self.scale = scale
+
+    @classmethod
+    def concatenate(cls, pieces: Sequence[PerSampleGradients]) -> PerSampleGradients:
+        """The samples of several batches one after the other; nothing is copied."""
+        first, *others = pieces
+        if any(piece.shapes != first.shapes or piece.scale != first.scale for piece in others):
+            raise ValueError("Expected gradients of the same parameters, scaled alike.")
+        if not others:
+            return first
+        stacks = {
+            name: [Stack([piece.term(name) for piece in pieces])]
+            for name in first.shapes
+            if any(name in piece.terms for piece in pieces)
+        }
+        samples = sum(piece.samples for piece in pieces)
+        return cls(first.shapes, stacks, samples, like=first.like, scale=first.scale)
+
+    def select(self, names: Collection[str]) -> PerSampleGradients:
+        """The gradients over some of the parameters only; nothing is copied."""
+        unknown = [name for name in names if name not in self.shapes]
+        if unknown:
+            raise ValueError(f"Expected names of trainable parameters, got {unknown}.")
+        chosen = set(names)
+        if chosen == self.shapes.keys():
+            return self
+        shapes = {name: shape for name, shape in self.shapes.items() if name in chosen}
+        terms = {name: [self.terms[name]] for name in shapes if name in self.terms}
+        return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.like.device
 
     @exact()
     def norms(self) -> Tensor:
         """Norm of each sample's gradient, (n,) float64."""
         value, _ = self._squared_norms
-        return self._scale * value.sqrt()
+        return self.scale * value.sqrt()
 
     @exact()
     def norm_bounds(self) -> Tensor:
@@ -56,7 +98,7 @@ class PerSampleGradients:
         """
         _, bound = self._squared_norms
         # The margin is for the weights, which are rounded to working precision.
-        return self._scale * (1 + 16 * Arithmetic.of(self._like).unit) * bound.sqrt()
+        return self.scale * (1 + 16 * Arithmetic.of(self.like).unit) * bound.sqrt()
 
     @exact()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
@@ -69,7 +111,7 @@ class PerSampleGradients:
                 f"Expected one weight per sample, shape ({self.samples},), "
                 f"got {tuple(weights.shape)}."
             )
-        weights = (weights * self._scale).to(self._like)
+        weights = (weights * self.scale).to(self.like)
         # A subnormal weight is rounded coarsely, possibly up: it becomes zero.
         weights = weights.masked_fill(weights.abs() < torch.finfo(weights.dtype).tiny, 0.0)
         dropped: Tensor | None = weights == 0
@@ -77,12 +119,12 @@ class PerSampleGradients:
         if weights.device.type == "cpu" and not bool((weights == 0).any()):
             dropped = None
         sums: dict[str, Tensor] = {}
-        for names, term in self._packed:
+        for names, pack in self.packs.items():
             sizes = [self.shapes[name].numel() for name in names]
-            parts = term.combine(weights, dropped).split(sizes)
+            parts = pack.term.combine(weights, dropped).split(sizes)
             sums.update(zip(names, parts, strict=True))
         return {
-            name: sums[name].view(shape) if name in sums else self._like.new_zeros(shape)
+            name: sums[name].view(shape) if name in sums else self.like.new_zeros(shape)
             for name, shape in self.shapes.items()
         }
 
@@ -101,13 +143,13 @@ class PerSampleGradients:
         if unknown:
             raise ValueError(f"Expected names of trainable parameters in groups, got {unknown}.")
         total = torch.zeros(
-            len(names), self.samples, other.samples, dtype=torch.float64, device=self._like.device
+            len(names), self.samples, other.samples, dtype=torch.float64, device=self.like.device
         )
         for index, group in enumerate(names):
             for name in group:
-                if name in self._terms and name in other._terms:
-                    total[index] += _inner(self._terms[name], other._terms[name])
-        total *= self._scale * other._scale
+                if name in self.terms and name in other.terms:
+                    total[index] += inner(self.terms[name], other.terms[name], self.shapes[name])
+        total *= self.scale * other.scale
         return total[0] if groups is None else total
 
     @exact()
@@ -123,37 +165,43 @@ class PerSampleGradients:
         for name, shape in self.shapes.items():
             if name not in carriers:
                 shapes[name] = shape
-                terms[name] = [self._terms[name]] if name in self._terms else []
+                terms[name] = [self.terms[name]] if name in self.terms else []
                 continue
             left, right = carriers[name]
             _check_carriers(name, shape, left, right)
             shapes[f"{name}:left"], shapes[f"{name}:right"] = left.shape, right.shape
-            if name in self._terms:
-                small = self._terms[name].compress(left.to(self._like), right.to(self._like))
+            if name in self.terms:
+                small = self.terms[name].compress(left.to(self.like), right.to(self.like))
                 terms[f"{name}:left"], terms[f"{name}:right"] = [Rows(small[0])], [Rows(small[1])]
         unknown = set(carriers) - set(self.shapes)
         if unknown:
             raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
-        return PerSampleGradients(shapes, terms, self.samples, like=self._like, scale=self._scale)
+        return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
 
     @exact()
     def matrix(self) -> Tensor:
         """The rows themselves, (n, p), parameters in the order of `shapes`."""
         columns = [
-            self._terms[name].rows(0, self.samples)
-            if name in self._terms
-            else self._like.new_zeros(self.samples, shape.numel())
+            self.terms[name].rows(0, self.samples)
+            if name in self.terms
+            else self.like.new_zeros(self.samples, shape.numel())
             for name, shape in self.shapes.items()
         ]
-        return self._scale * torch.cat(columns, dim=1)
+        return self.scale * torch.cat(columns, dim=1)
+
+    def term(self, name: str) -> Term:
+        """A parameter's term; zeros for one that took no part."""
+        if name in self.terms:
+            return self.terms[name]
+        return Rows(self.like.new_zeros(()).expand(self.samples, *self.shapes[name]))
 
     @cached_property
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
-        arithmetic = Arithmetic.of(self._like)
-        parts = [term.squared_norms(arithmetic) for _, term in self._packed]
+        arithmetic = Arithmetic.of(self.like)
+        parts = [pack.term.squared_norms(arithmetic) for pack in self.packs.values()]
         if not parts:
-            zero = torch.zeros(self.samples, dtype=torch.float64, device=self._like.device)
+            zero = torch.zeros(self.samples, dtype=torch.float64, device=self.like.device)
             return zero, zero
         value = torch.stack([part.value for part in parts])
         magnitude = torch.stack([part.magnitude for part in parts])
@@ -164,22 +212,27 @@ class PerSampleGradients:
         return value.sum(0), bound.sum(0)
 
     @cached_property
-    def _packed(self) -> list[tuple[tuple[str, ...], Term]]:
-        """The terms, with the many small ones kept as rows (biases, norms) laid side by side.
+    def packs(self) -> dict[tuple[str, ...], Pack]:
+        """The terms to work with: the many small parameters (biases, norms) as rows side by side.
 
-        A step then takes a few large operations instead of hundreds of small ones.
+        A step then takes a few large operations instead of hundreds of small ones. Which ones are
+        packed depends on the shapes alone, so it is the same for all gradients of a model.
         """
-        small = {
-            name: term.values.flatten(1)
-            for name, term in self._terms.items()
-            if isinstance(term, Rows) and self.shapes[name].numel() <= _SMALL
-        }
-        rest: list[tuple[tuple[str, ...], Term]] = [
-            ((name,), term) for name, term in self._terms.items() if name not in small
-        ]
-        if not small:
-            return rest
-        return [(tuple(small), Rows(torch.cat(list(small.values()), dim=1))), *rest]
+        small = tuple(name for name, shape in self.shapes.items() if shape.numel() <= _SMALL)
+        packs = {}
+        if any(name in self.terms for name in small):
+            rows = [self.term(name).rows(0, self.samples) for name in small]
+            width = sum(part.shape[1] for part in rows)
+            packs[small] = Pack(Rows(torch.cat(rows, dim=1)), torch.Size((width,)))
+        large = (name for name in self.terms if self.shapes[name].numel() > _SMALL)
+        return packs | {(name,): Pack(self.terms[name], self.shapes[name]) for name in large}
+
+    @cached_property
+    def pack_magnitudes(self) -> Tensor:
+        """What the rounding of each pack is relative to: roots of `Term.magnitudes`, (packs, n)."""
+        if not self.packs:
+            return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
+        return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
 
 
 def _total(terms: Sequence[Term], row_size: int) -> Term:
@@ -193,20 +246,6 @@ def _total(terms: Sequence[Term], row_size: int) -> Term:
             torch.cat([term.b for term in outers], dim=1),
         )
     return Sum(terms, row_size)
-
-
-def _inner(term: Term, other: Term) -> Tensor:
-    """Inner products of the rows of two terms of the same parameter."""
-    by_kernel = term.kernel(other)
-    if by_kernel is not None:
-        return by_kernel
-    rows = other.rows(0, other.samples)
-    return joined(
-        [
-            term.rows(start, stop) @ rows.T
-            for start, stop in blocks(term.samples, rows.shape[1], rows)
-        ]
-    )
 
 
 def _check_carriers(name: str, shape: torch.Size, left: Tensor, right: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,6 +78,13 @@ class Patches:
         b = b.reshape(1, n * self.weight[0], *b.shape[2:])
         x = x.reshape(1, n * x.shape[1], *x.shape[2:])
         return self._weight_gradient(x, b, samples=n).reshape(n, self.weight.numel())
+
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        if self.groups > 1:  # an output channel sees its own group's inputs only
+            return self.rows(0, self.samples)[:, start * width : stop * width]
+        weight = torch.Size((stop - start, *self.weight[1:]))
+        part = dataclasses.replace(self, b=self.b[:, start:stop], weight=weight)
+        return part.rows(0, self.samples)
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         positions, d_in = self.depth, self.weight[1:].numel()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from dpspan.layers.linear import as_sequence
 from dpspan.layers.terms import (
+    COST_OF_FLOAT64,
+    Stack,
     Term,
     blocks,
     compact,
@@ -43,6 +45,16 @@ class Lookup:
         out = b.new_zeros(n * self.entries, width)
         return out.index_add_(0, lines.flatten(), b.flatten(0, 1)).view(n, self.entries * width)
 
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        inside = (self.index >= start) & (self.index < stop)
+        index = (self.index - start).clamp(0, stop - start - 1)
+        b = self.b.masked_fill(~inside.unsqueeze(2), 0.0)  # not b·0, which NaN would survive
+        return Lookup(index, b, stop - start).rows(0, self.samples)
+
+    def double(self) -> Lookup:
+        """The same in float64, where a difference of two norms still means something."""
+        return Lookup(self.index, self.b.double(), self.entries)
+
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
         steps, width = self.b.shape[1:]
@@ -66,15 +78,19 @@ class Lookup:
         return out.index_add_(0, self.index.flatten(), b.flatten(0, 1)).flatten()
 
     def kernel(self, other: Term) -> Tensor | None:
+        """⟨b, b'⟩ over pairs of equal indices, where that is cheaper than rows."""
+        if isinstance(other, Stack):
+            return other.kernel_of(self)
         if not isinstance(other, Lookup):
             return None
         n, m, width = self.samples, other.samples, self.b.shape[2]
-        if n * m * self.depth * other.depth > (n + m + n * m) * self.entries:
+        kernel_cost = COST_OF_FLOAT64 * n * m * self.depth * other.depth
+        if kernel_cost > (n + m + n * m) * self.entries:
             return None
-        b, index = full_precision(other.b).flatten(0, 1), other.index.flatten()
+        b, index = other.b.double().flatten(0, 1), other.index.flatten()
         values = []
         for start, stop in blocks(n, 2 * self.depth * b.shape[0], b):
-            mine = full_precision(self.b[start:stop]).reshape(-1, width)
+            mine = self.b[start:stop].double().reshape(-1, width)
             same = self.index[start:stop].reshape(-1, 1) == index
             products = ((mine @ b.T) * same).view(stop - start, self.depth, m, other.depth)
             values.append(products.sum((1, 3)))

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpspan.layers.terms import Rows, Term, blocks, compact, joined, kept
+from dpspan.layers.terms import (
+    COST_OF_FLOAT64,
+    Rows,
+    Stack,
+    Term,
+    blocks,
+    compact,
+    joined,
+    kept,
+)
 from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms, underflow
 
 
@@ -30,6 +39,13 @@ class Outer:
     def rows(self, start: int, stop: int) -> Tensor:
         a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
         return torch.bmm(b.transpose(1, 2), a).flatten(1)
+
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        return Outer(self.a, self.b[:, :, start:stop]).rows(0, self.samples)
+
+    def double(self) -> Outer:
+        """The same in float64, where a difference of two norms still means something."""
+        return Outer(self.a.double(), self.b.double())
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Ghost norm: Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩, which for T = 1 is ‖a‖²‖b‖²."""
@@ -69,18 +85,20 @@ class Outer:
 
     def kernel(self, other: Term) -> Tensor | None:
         """⟨a, a'⟩⟨b, b'⟩ summed over both sequences, where that is cheaper than rows."""
+        if isinstance(other, Stack):
+            return other.kernel_of(self)
         if not isinstance(other, Outer):
             return None
         n, m, d_in, d_out = self.samples, other.samples, self.a.shape[2], self.b.shape[2]
         kernel_cost = n * m * self.depth * other.depth * (d_in + d_out)
         rows_cost = (n * self.depth + m * other.depth + n * m) * d_in * d_out
-        if kernel_cost > rows_cost:
+        if COST_OF_FLOAT64 * kernel_cost > rows_cost:
             return None
-        a, b = (full_precision(x).flatten(0, 1) for x in (other.a, other.b))
+        a, b = (x.double().flatten(0, 1) for x in (other.a, other.b))
         values = []
         for start, stop in blocks(n, 2 * self.depth * b.shape[0], b):
-            left = full_precision(self.a[start:stop]).flatten(0, 1) @ a.T
-            right = full_precision(self.b[start:stop]).flatten(0, 1) @ b.T
+            left = self.a[start:stop].double().flatten(0, 1) @ a.T
+            right = self.b[start:stop].double().flatten(0, 1) @ b.T
             products = left.mul_(right).view(stop - start, self.depth, m, other.depth)
             values.append(products.sum((1, 3)))
         return joined(values)

@@ -21,6 +21,8 @@ from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_no
 _CPU_WORKSPACE_BYTES = 4 * 2**20
 _GPU_WORKSPACE_BYTES = 1024 * 2**20
 
+COST_OF_FLOAT64 = 2  # of a product, in products of float32
+
 
 class Term(Protocol):
     """One summand of the per-sample gradients (n, d) of a parameter of d entries."""
@@ -36,6 +38,12 @@ class Term(Protocol):
     def rows(self, start: int, stop: int) -> Tensor:
         """The gradients of samples start … stop − 1 as rows, (stop − start, d)."""
 
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        """All samples' rows, but only lines start … stop − 1 of the parameter.
+
+        A line is what one index of the first axis holds, `width` numbers.
+        """
+
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Squared row norms by the cheaper of instantiating and the kernel form."""
 
@@ -49,7 +57,10 @@ class Term(Protocol):
         """
 
     def kernel(self, other: Term) -> Tensor | None:
-        """Inner products with the rows of `other` without rows, or None where rows are cheaper."""
+        """Inner products with the rows of `other` from the factors alone, (n, m) float64.
+
+        None where the two are of different kinds, or where rows are cheaper.
+        """
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Each row as a matrix G: G Rᵀ and Lᵀ G."""
@@ -96,6 +107,10 @@ class Rows:
 
     values: Tensor  # (n, *shape)
 
+    def flat(self) -> Tensor:
+        """(n, d); a parameter that is a single number has d = 1."""
+        return self.values.flatten(1) if self.values.dim() > 1 else self.values.unsqueeze(1)
+
     @property
     def samples(self) -> int:
         return self.values.shape[0]
@@ -105,18 +120,21 @@ class Rows:
         return 1
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return full_precision(self.values[start:stop].flatten(1))
+        return full_precision(self.flat()[start:stop])
+
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        return full_precision(self.flat()[:, start * width : stop * width])
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         # The rows are the vectors that are summed; only a reduced precision rounds them again.
-        value = squared_norms(self.values)
+        value = self.magnitudes()
         return SquaredNorms(value, value, arithmetic.norm, 0.0, 2 * arithmetic.factor)
 
     def magnitudes(self) -> Tensor:
-        return squared_norms(self.values)
+        return squared_norms(self.flat())
 
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
-        return weights @ kept(self.values.flatten(1), dropped)
+        return weights @ kept(self.flat(), dropped)
 
     def kernel(self, other: Term) -> Tensor | None:
         return None
@@ -146,6 +164,12 @@ class Sum:
             total = total + term.rows(start, stop)
         return total
 
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        total = self.terms[0].lines(start, stop, width)
+        for term in self.terms[1:]:
+            total = total + term.lines(start, stop, width)
+        return total
+
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         return instantiated_norms(self, self.row_size, arithmetic)
 
@@ -161,6 +185,72 @@ class Sum:
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The samples of several batches one after the other, each as it was recorded."""
+
+    parts: Sequence[Term]
+
+    @property
+    def samples(self) -> int:
+        return sum(part.samples for part in self.parts)
+
+    @property
+    def depth(self) -> int:
+        return max(part.depth for part in self.parts)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        pieces, first = [], 0
+        for part in self.parts:
+            begin, end = max(start - first, 0), min(stop - first, part.samples)
+            if begin < end:
+                pieces.append(part.rows(begin, end))
+            first += part.samples
+        return joined(pieces or [self.parts[0].rows(0, 0)])
+
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        return joined([part.lines(start, stop, width) for part in self.parts])
+
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
+        norms = [part.squared_norms(arithmetic) for part in self.parts]
+        return SquaredNorms(
+            joined([part.value for part in norms]),
+            joined([part.magnitude for part in norms]),
+            max(part.value_error for part in norms),
+            max(part.magnitude_error for part in norms),
+            max(part.summand_error for part in norms),
+        )
+
+    def magnitudes(self) -> Tensor:
+        return joined([part.magnitudes() for part in self.parts])
+
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        sizes = [part.samples for part in self.parts]
+        blanked = [None] * len(sizes) if dropped is None else dropped.split(sizes)
+        sums = [
+            part.combine(w, d)
+            for part, w, d in zip(self.parts, weights.split(sizes), blanked, strict=True)
+        ]
+        return torch.stack(sums).sum(0)
+
+    def kernel(self, other: Term) -> Tensor | None:
+        return _all([part.kernel(other) for part in self.parts], dim=0)
+
+    def kernel_of(self, term: Term) -> Tensor | None:
+        """Inner products of a term's rows with these."""
+        return _all([term.kernel(part) for part in self.parts], dim=1)
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        lefts, rights = zip(*(part.compress(left, right) for part in self.parts), strict=True)
+        return joined(lefts), joined(rights)
+
+
+def _all(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    """The parts side by side, if none is missing."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known, dim=dim) if len(known) == len(parts) else None
 
 
 def compress_rows(term: Term, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

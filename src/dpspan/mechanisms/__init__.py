@@ -2,4 +2,8 @@
 
 from dpspan.mechanisms.base import Mechanism as Mechanism
 from dpspan.mechanisms.base import Method as Method
+from dpspan.mechanisms.base import Setting as Setting
 from dpspan.mechanisms.dpsgd import DPSGD as DPSGD
+from dpspan.mechanisms.gep import GEP as GEP
+from dpspan.mechanisms.gep import BiasedGEP as BiasedGEP
+from dpspan.mechanisms.pdpsgd import PDPSGD as PDPSGD

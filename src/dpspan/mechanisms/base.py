@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
 from dpspan.gradients import PerSampleGradients
 from dpspan.noise import Noise
+from dpspan.public import PublicData
 
 Sums = dict[str, Tensor]
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a method gets to know of the run it will be part of; nothing of it is private."""
+
+    model: nn.Module
+    criterion: nn.Module | None = None  # the loss, for gradients of public samples
+    steps_per_epoch: int = 1
+    max_physical_batch_size: int | None = None
+    warn: Callable[[str], None] = _silent  # to the operator and the certificate
 
 
 class Mechanism(Protocol):
@@ -26,6 +44,13 @@ class Mechanism(Protocol):
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The noisy sum of gradients by parameter name; all that leaves a step."""
 
+    @property
+    def public(self) -> tuple[PublicData, ...]:
+        """The public data that the mechanism uses; the engine keeps it apart from the private."""
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """What the mechanism noted while training; public or released things only."""
+
     def state_dict(self) -> dict[str, Any]:
         """What the mechanism carries from step to step; released or public things only."""
 
@@ -39,8 +64,8 @@ class Method(Protocol):
     def with_clip(self, clip: float) -> Self:
         """This method with the clip given as `max_grad_norm`, refused if it has another one."""
 
-    def bind(self, model: nn.Module) -> Mechanism:
-        """The mechanism for this model."""
+    def bind(self, setting: Setting) -> Mechanism:
+        """The mechanism for this run."""
 
     def describe(self) -> dict[str, Any]:
         """The configuration as JSON, for the certificate and to recognise a checkpoint."""

@@ -10,12 +10,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
-from dpspan.mechanisms.base import Sums
+from dpspan.mechanisms.base import Setting, Sums
 from dpspan.noise import Noise
+from dpspan.public import PublicData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class DPSGD:
             )
         return dataclasses.replace(self, clip=clip)
 
-    def bind(self, model: nn.Module) -> DPSGDMechanism:
+    def bind(self, setting: Setting) -> DPSGDMechanism:
         """DP-SGD holds no state: the mechanism is the formula."""
         return DPSGDMechanism(1.0 if self.clip is None else self.clip, self.clipping)
 
@@ -58,6 +57,8 @@ class DPSGD:
 class DPSGDMechanism:
     """One step of DP-SGD."""
 
+    public: tuple[PublicData, ...] = ()
+
     def __init__(self, clip: float, clipping: ClippingRule) -> None:
         self._clip, self._clipping = clip, clipping
 
@@ -68,6 +69,10 @@ class DPSGDMechanism:
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The sum plus z·C·N(0, I)."""
         return noise.add(total, std=noise_multiplier * self._clip)
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """DP-SGD notes nothing."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is carried from step to step."""

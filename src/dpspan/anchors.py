@@ -1,0 +1,211 @@
+"""Where the subspace of a step comes from: public gradients at the present weights, or chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpspan.gradients import PerSampleGradients
+from dpspan.layers.terms import Rows
+from dpspan.numerics import full_precision
+from dpspan.public import PublicData
+from dpspan.public_gradients import PublicGradients
+from dpspan.solvers import Eigh, Solver
+from dpspan.span import Groups, Span, grouped, ranks
+from dpspan.subspace import Subspace
+
+# A basis written out may take this much memory; beyond it coefficients have to do.
+_CPU_BASIS_BYTES = 256 * 2**20
+_GPU_BASIS_BYTES = 4096 * 2**20
+
+
+class SpanSource(Protocol):
+    """Makes the subspaces of a run. It sees public data and released weights, nothing else."""
+
+    @property
+    def public(self) -> tuple[PublicData, ...]:
+        """The public data that it uses."""
+
+    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+        """The subspace number `refresh`.
+
+        What it will be used for decides how it is best written: for `steps` steps, each of
+        `passes` products with the gradients of `samples` samples.
+        """
+
+
+class PublicSpan:
+    """The principal directions of the gradients of public samples."""
+
+    def __init__(
+        self,
+        gradients: PublicGradients,
+        *,
+        rank: int,
+        groups: Groups,
+        solver: Solver,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._gradients = gradients
+        self._rank, self._groups, self._solver, self._warn = rank, groups, solver, warn
+        self._last: Span | None = None
+        self._health = _Health()
+
+    @property
+    def public(self) -> tuple[PublicData, ...]:
+        return (self._gradients.data,)
+
+    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+        gradients = self._gradients(refresh)
+        groups = grouped(gradients.shapes, self._groups)
+        sizes = ranks(gradients.shapes, groups, self._rank)
+        # Coefficients go with samples: they are no start for a subspace of other ones.
+        last = self._last.parts if self._last and self._gradients.fixed else {}
+        coefficients = {
+            names: Subspace.from_gradients(
+                gradients.select(names), rank, solver=self._solver, previous=last.get(names)
+            )
+            for names, rank in zip(groups, sizes, strict=True)
+        }
+        self._last = Span(coefficients)
+        self._check(self._last)
+        return Span(
+            {
+                names: part.explicit() if _explicit_pays(part, samples, steps, passes) else part
+                for names, part in coefficients.items()
+            }
+        )
+
+    def _check(self, span: Span) -> None:
+        parts = list(span.parts.values())
+        finite = torch.stack([torch.isfinite(p.coefficients).all() for p in parts]).all()
+        live = torch.stack([part.live for part in parts]).sum()
+        facts = self._health.known(torch.stack([finite.to(live), live]))
+        if facts is None:
+            return
+        is_finite, rank = int(facts[0]), int(facts[1])
+        if not is_finite:
+            raise ValueError(
+                "The gradients of the public samples are not finite, so they span no subspace. If "
+                "training has diverged, lower the learning rate; otherwise look for NaN, Inf or "
+                "huge values in the public data."
+            )
+        if rank == 0:
+            raise ValueError(
+                "The gradients of the public samples are all zero, so they span no subspace. Give "
+                "public samples on which the model still has something to learn (random labels "
+                "always do), or use DPSGD."
+            )
+        if rank < self._rank:
+            self._warn(
+                f"the public gradients span {rank} directions, fewer than rank={self._rank}: the "
+                "rank was reduced to that; more public samples would give more"
+            )
+
+
+class RandomSpan:
+    """Random directions, the same for a whole run or drawn anew at every refresh."""
+
+    def __init__(self, model: nn.Module, *, rank: int, redraw: bool, seed: int) -> None:
+        self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
+        size = sum(shape.numel() for shape in self._shapes.values())
+        if rank > size:
+            raise ValueError(f"Expected rank of at most {size}, the parameters, got {rank}.")
+        needed, limit = rank * size * self._like.element_size(), _limit(self._like, 4)
+        if needed > limit:
+            raise ValueError(
+                f"{rank} random directions for {size:,} parameters would take {needed / 2**30:.1f} "
+                f"GiB (limit {limit / 2**30:.1f}). Lower the rank, train fewer parameters, or use "
+                "directions of public gradients, which are never written out."
+            )
+        self._rank, self._redraw, self._seed = rank, redraw, seed
+        self._fixed: Span | None = None
+
+    @property
+    def public(self) -> tuple[PublicData, ...]:
+        return ()
+
+    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+        if self._fixed is not None:
+            return self._fixed
+        drawn = self._draw(refresh)
+        if not self._redraw:
+            self._fixed = drawn
+        return drawn
+
+    def _draw(self, refresh: int) -> Span:
+        # Drawn on the CPU, so that every process and device has the same directions.
+        (word,) = np.random.SeedSequence([self._seed, refresh]).generate_state(1)
+        generator = torch.Generator().manual_seed(int(word))
+        rows: dict[str, list[Any]] = {
+            name: [Rows(torch.randn(self._rank, *shape, generator=generator).to(self._like))]
+            for name, shape in self._shapes.items()
+        }
+        gradients = PerSampleGradients(self._shapes, rows, self._rank, like=self._like)
+        subspace = Subspace.from_gradients(gradients, self._rank, solver=Eigh())
+        return Span({tuple(self._shapes): subspace.explicit()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSubspace:
+    """A random subspace instead of a public one (RPDP-SGD; GEP's appendix C): no public data.
+
+    The papers' control experiment: random directions hold little of the gradients. `redraw` takes
+    new ones at every refresh of the method.
+    """
+
+    rank: int
+    redraw: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"Expected rank an int of at least 1, got {self.rank!r}.")
+
+
+class _Health:
+    """Brings a few facts from the device: at once the first time and on a CPU, later without
+    waiting, as soon as they are there."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def known(self, facts: Tensor) -> Sequence[float] | None:
+        if not facts.is_cuda or not self._asked:
+            self._asked = True
+            known: list[float] = facts.tolist()
+            return known
+        arrived = None
+        if self._pending is not None and self._pending[1].query():
+            arrived, self._pending = self._pending[0].tolist(), None
+        if self._pending is None:
+            host = torch.empty_like(facts, device="cpu", pin_memory=True)
+            host.copy_(facts, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending = host, event
+        return arrived
+
+
+def _explicit_pays(part: Subspace, samples: int, steps: int, passes: int) -> bool:
+    """Whether k × p numbers are cheaper to have than to do without."""
+    gradients, k, m = part.gradients, part.dimensions, part.gradients.samples
+    sizes = {names: pack.shape.numel() for names, pack in gradients.packs.items()}
+    total = sum(sizes.values())
+    if k * total * gradients.like.element_size() > _limit(gradients.like, 1):
+        return False
+    # Layers whose inner products come from their factors cost next to nothing as they are.
+    by_rows = sum(size for names, size in sizes.items() if names not in part.kernels)
+    products = samples * passes * steps
+    return total * k * (m + products) < 0.8 * by_rows * m * products
+
+
+def _limit(like: Tensor, times: int) -> int:
+    return times * (_CPU_BASIS_BYTES if like.device.type == "cpu" else _GPU_BASIS_BYTES)

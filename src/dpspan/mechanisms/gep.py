@@ -1,0 +1,162 @@
+"""Gradient Embedding Perturbation (Yu, Zhang, Chen, Liu 2021), its Algorithm 1.
+
+    B       orthonormal basis of the top k directions of public gradients, rows (in coefficients)
+    w_i     B g_i, the embedding, clipped to S1
+    r_i     g_i − Bᵀw_i, the residual, of the unclipped embedding, clipped to S2
+    release Σ w_i + z1·S1·N(0, I_k)  and  Σ r_i + z2·S2·N(0, I_p);  the gradient is Bᵀw + r
+
+Formal guarantee: adding or removing a sample adds or removes one pair (w_i, r_i) with ‖w_i‖ ≤ S1
+and ‖r_i‖ ≤ S2. Scaled by its own noise, the pair has length at most √(1/z1² + 1/z2²) = 1/z: one
+release is one Gaussian mechanism of noise multiplier z. The bound on r_i is certified (`residual`)
+and holds whatever B is. Biased GEP releases the embedding only, with z1 = z.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpspan.clipping import clip_factors
+from dpspan.gradients import PerSampleGradients
+from dpspan.mechanisms.base import Setting, Sums
+from dpspan.mechanisms.in_subspace import (
+    SubspaceMechanism,
+    SubspaceMethod,
+    lengths,
+    weighted_sum,
+)
+from dpspan.noise import Noise
+
+EMBEDDING = "subspace:embedding"
+ANCHORS = "subspace:anchors"  # −Σ_i A_i: the residuals' part in the span of public gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class GEP(SubspaceMethod):
+    """GEP: embedding and residual, each with its own clip and noise.
+
+    Args:
+        residual_clip: S2; a fifth of `clip` if left out, as in the paper.
+        embedding_share: the embedding's part of the privacy of a step, between 0 and 1: z1 =
+            z/√share, z2 = z/√(1 − share). Equal parts, z1 = z2 = √2·z, by default.
+        leftover: clip the residual first and let the embedding use what it left of the joint
+            sensitivity: never clips more than separate clips.
+        clean_residual: take the part inside the subspace off the noisy residual, where there is
+            only noise (post-processing).
+    """
+
+    residual_clip: float | None = None
+    embedding_share: float = 0.5
+    leftover: bool = False
+    clean_residual: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.residual_clip is not None and not 0 < self.residual_clip < float("inf"):
+            raise ValueError(f"Expected residual_clip > 0, got {self.residual_clip}.")
+        if not 0 < self.embedding_share < 1:
+            raise ValueError(
+                f"Expected embedding_share between 0 and 1, got {self.embedding_share}. For the "
+                "embedding alone, use BiasedGEP."
+            )
+
+    def bind(self, setting: Setting) -> GEPMechanism:
+        """The mechanism for this run."""
+        return GEPMechanism(self, setting)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration."""
+        return {
+            **super().describe(),
+            "residual_clip": self.residual_norm,
+            "embedding_share": self.embedding_share,
+            "leftover": self.leftover,
+            "clean_residual": self.clean_residual,
+        }
+
+    @property
+    def residual_norm(self) -> float:
+        """S2."""
+        return self.clip_norm / 5 if self.residual_clip is None else self.residual_clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasedGEP(SubspaceMethod):
+    """GEP without the residual (B-GEP): less noise, but what lies outside is lost."""
+
+    def bind(self, setting: Setting) -> BiasedGEPMechanism:
+        """The mechanism for this run."""
+        return BiasedGEPMechanism(self, setting, passes=1)
+
+
+class BiasedGEPMechanism(SubspaceMechanism):
+    """One step of biased GEP."""
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Σ_i clip(w_i, S1), k numbers."""
+        w = self._keeper.span(gradients.samples).embed(gradients)
+        return {EMBEDDING: weighted_sum(clip_factors(self._clipping, lengths(w), self._clip), w)}
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """The noisy embedding, lifted to parameters."""
+        std, span = noise_multiplier * self._clip, self._keeper.span(0)
+        w = noise.add(total, std)[EMBEDDING]
+        gradient = span.lift(w)
+        self._keeper.finish(w, gradient, {"embedding": span.dimensions * std**2})
+        return gradient
+
+
+class GEPMechanism(SubspaceMechanism):
+    """One step of GEP."""
+
+    def __init__(self, method: GEP, setting: Setting) -> None:
+        super().__init__(method, setting, passes=2)
+        self._s1, self._s2 = self._clip, method.residual_norm
+        self._share = method.embedding_share
+        self._leftover, self._clean = method.leftover, method.clean_residual
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) as a sum of private and public gradients."""
+        w, residual = self._keeper.span(gradients.samples).split(gradients)
+        bounds = residual.norm_bounds()
+        r_factors = clip_factors(self._clipping, bounds, self._s2)
+        w_factors = clip_factors(self._clipping, lengths(w), self._s1)
+        if self._leftover:
+            w_factors = self._with_leftover(w, r_factors * bounds)
+        own, anchors = residual.combine(r_factors)
+        return {EMBEDDING: weighted_sum(w_factors, w), ANCHORS: anchors, **own}
+
+    def _with_leftover(self, w: Tensor, r_norms: Tensor) -> Tensor:
+        """Clip each embedding so that share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² ≤ 1."""
+        used = torch.nan_to_num(r_norms / self._s2).clamp(max=1.0).square()
+        room = self._s1 * ((1 - (1 - self._share) * used) / self._share).sqrt()
+        # In units of what each sample has room for, so that one rule serves all of them.
+        return clip_factors(self._clipping, lengths(w) / room, 1.0)
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """Both sums with their noise, together in parameter space."""
+        std1 = self._s1 * noise_multiplier / math.sqrt(self._share)
+        std2 = self._s2 * noise_multiplier / math.sqrt(1 - self._share)
+        span = self._keeper.span(0)
+        w = noise.add({EMBEDDING: total[EMBEDDING]}, std1)[EMBEDDING]
+        own = {name: v for name, v in total.items() if name not in (EMBEDDING, ANCHORS)}
+        r = noise.add(own, std2)
+        weights = total[ANCHORS] + span.weights(w)
+        if self._clean:
+            # B(r + residuals' public part) is noise alone, up to clipping: w takes it off again.
+            outside = _sum(r, span.combine(total[ANCHORS]))
+            weights = weights - span.weights(span.embed_vector(outside))
+        gradient = _sum(r, span.combine(weights))
+        size = sum(value.numel() for value in own.values())
+        # Nothing else may be looked at: r without its public part is longer than its noise covers.
+        energy = {"embedding": span.dimensions * std1**2, "residual": size * std2**2}
+        self._keeper.finish(w, gradient, energy)
+        return gradient
+
+
+def _sum(x: Sums, y: Sums) -> Sums:
+    return {name: value + y[name] for name, value in x.items()}

@@ -1,0 +1,273 @@
+"""What the methods that work in a subspace share: where it comes from, and when it is renewed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dpspan.anchors import PublicSpan, RandomSpan, RandomSubspace, SpanSource
+from dpspan.clipping import ClippingRule, FlatClipping, describe
+from dpspan.mechanisms.base import Setting, Sums
+from dpspan.public import PublicData
+from dpspan.public_gradients import Labels, PublicGradients, labels_of
+from dpspan.solvers import Eigh, Solver
+from dpspan.span import Groups, Span
+from dpspan.subspace import stable_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubspaceMethod:
+    """Configuration that PDPSGD, BiasedGEP and GEP have in common.
+
+    Args:
+        public: public samples (Dataset, DataLoader or tensors); only inputs need to fit the model.
+        rank: k, the number of directions.
+        clip: the clip of the embedding (GEP) or of the gradient (PDP-SGD).
+        public_labels: 'random' (drawn once), 'real', or `RandomLabels(redraw=True)`.
+        public_loss: `public_loss(model, *batch)`, one loss per public sample, if the engine's
+            criterion on the model's outputs is not the right one.
+        public_samples: at most so many public samples span the subspace; of a larger public
+            dataset, so many are drawn at every refresh.
+        groups: the parameters' groups, each with a basis of its own: a number of contiguous
+            groups, or a function from a parameter's name to its group (`dpspan.by_stage`).
+        refresh: the subspace is computed every so many steps.
+        solver: `Eigh()`, `Lanczos()` or `PowerIteration()`.
+        subspace: `RandomSubspace(rank)` instead of public data.
+        clipping: the rule for clip factors.
+        diagnose: note spectrum, drift and noise every so many steps; 0: never.
+    """
+
+    public: Any = None
+    rank: int | None = None
+    clip: float | None = None
+    public_labels: str | Labels = "random"
+    public_loss: Callable[..., Tensor] | None = None
+    public_samples: int = 2000
+    groups: Groups = 1
+    refresh: int = 1
+    solver: Solver = field(default_factory=Eigh)
+    subspace: RandomSubspace | None = None
+    clipping: ClippingRule = field(default_factory=FlatClipping)
+    diagnose: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if (self.public is None) == (self.subspace is None):
+            raise ValueError(
+                f"{name} needs a subspace: pass public= (public data) and rank=, or "
+                "subspace=RandomSubspace(rank=...)."
+            )
+        if self.public is not None and (not isinstance(self.rank, int) or self.rank < 1):
+            raise ValueError(f"Expected rank an int of at least 1 in {name}, got {self.rank!r}.")
+        if self.subspace is not None and self.rank not in (None, self.subspace.rank):
+            raise ValueError(f"Expected one rank, got rank={self.rank} and {self.subspace}.")
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ValueError(f"Expected clip > 0, got {self.clip}.")
+        for field_name, least in (("refresh", 1), ("public_samples", 1), ("diagnose", 0)):
+            value = getattr(self, field_name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"Expected {field_name} an int of at least {least}, got {value!r}."
+                )
+        labels_of(self.public_labels)
+
+    def with_clip(self, clip: float) -> Self:
+        """This method with the clip given as `max_grad_norm`, unless it already has another."""
+        if self.clip not in (None, clip):
+            raise ValueError(
+                f"Expected one clip, got clip={self.clip} in {type(self).__name__} and "
+                f"max_grad_norm={clip}. Give one of the two."
+            )
+        return dataclasses.replace(self, clip=clip)
+
+    @property
+    def clip_norm(self) -> float:
+        """The clip, 1 if none was given."""
+        return 1.0 if self.clip is None else self.clip
+
+    def source(self, setting: Setting) -> SpanSource:
+        """Where the subspaces of this run come from."""
+        if self.subspace is not None:
+            random = self.subspace
+            return RandomSpan(
+                setting.model, rank=random.rank, redraw=random.redraw, seed=random.seed
+            )
+        assert self.rank is not None
+        gradients = PublicGradients(
+            model=setting.model,
+            data=PublicData.of(self.public),
+            labels=labels_of(self.public_labels),
+            criterion=setting.criterion,
+            loss=self.public_loss,
+            samples=self.public_samples,
+            piece=setting.max_physical_batch_size,
+            seed=self.seed,
+        )
+        return PublicSpan(
+            gradients, rank=self.rank, groups=self.groups, solver=self.solver, warn=setting.warn
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration; the public data itself is in the ledger, by its digest."""
+        public = self.public is not None
+        return {
+            "method": type(self).__name__,
+            "subspace": "public gradients" if public else repr(self.subspace),
+            "rank": self.rank if self.subspace is None else self.subspace.rank,
+            "clip": self.clip_norm,
+            "public_labels": repr(labels_of(self.public_labels)) if public else None,
+            "public_loss": _name(self.public_loss),
+            "public_samples": self.public_samples if public else None,
+            "groups": self.groups if isinstance(self.groups, int) else _name(self.groups),
+            "refresh": self.refresh,
+            "solver": repr(self.solver),
+            "clipping": describe(self.clipping),
+        }
+
+
+def _name(function: Callable[..., Any] | None) -> str | None:
+    return None if function is None else getattr(function, "__qualname__", repr(function))
+
+
+class SpanKeeper:
+    """Counts the steps of a run and keeps its present subspace.
+
+    The subspace depends on the step's number, public data and released weights only, so all pieces
+    of a batch (and all processes) see the same one.
+    """
+
+    def __init__(self, source: SpanSource, *, refresh: int, passes: int, diagnose: int) -> None:
+        self._source, self._refresh, self._passes = source, refresh, passes
+        self._diagnose = diagnose
+        self._span: Span | None = None
+        self._number = -1  # of the present subspace
+        self._earlier: Span | None = None
+        self._notes: list[dict[str, Any]] = []
+        self.step = 0
+
+    @property
+    def public(self) -> tuple[PublicData, ...]:
+        """The public data behind the subspaces."""
+        return self._source.public
+
+    def span(self, samples: int) -> Span:
+        """The subspace of the present step, for gradients of so many samples."""
+        number = self.step // self._refresh
+        if self._span is None or number != self._number:
+            # Let go first: two subspaces at once would take twice the memory.
+            self._earlier, self._span = (self._span if self._diagnosing else None), None
+            self._span = self._source.span(
+                number, samples=max(samples, 1), steps=self._refresh, passes=self._passes
+            )
+            self._number = number
+        return self._span
+
+    def finish(self, embedding: Tensor, gradient: Sums, noise_energy: dict[str, float]) -> None:
+        """The step's result is known: note what there is to note, and count the step.
+
+        `embedding` and `gradient` are noisy: what has been released may be looked at for nothing.
+        """
+        assert self._span is not None
+        if self._diagnosing:
+            self._notes.append(self._note(self._span, embedding, gradient, noise_energy))
+        self.step += 1
+
+    @property
+    def _diagnosing(self) -> bool:
+        return self._diagnose > 0 and self.step % self._diagnose == 0
+
+    def _note(
+        self, span: Span, embedding: Tensor, gradient: Sums, noise_energy: dict[str, float]
+    ) -> dict[str, Any]:
+        note: dict[str, Any] = {"step": self.step, "noise_energy": noise_energy}
+        note["released_energy"] = {
+            "embedding": _energy(embedding),
+            "gradient": torch.stack([_energy(value) for value in gradient.values()]).sum(),
+        }
+        parts = list(span.parts.values())
+        note["rank"] = [part.live for part in parts]
+        note["eigenvalues"] = [part.eigenvalues for part in parts]
+        note["stable_rank"] = [stable_rank(part.eigenvalues) for part in parts]
+        if self._earlier is not None:
+            pairs = zip(parts, self._earlier.parts.values(), strict=True)
+            note["drift"] = [part.drift(earlier) for part, earlier in pairs]
+        self._earlier = None
+        return note
+
+    def notes(self) -> list[dict[str, Any]]:
+        """All notes as plain numbers and lists."""
+        plain: list[dict[str, Any]] = [_plain(note) for note in self._notes]
+        return plain
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and which public data the run uses."""
+        return {"step": self.step, "public": [data.digest for data in self.public]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that step; its subspace is computed anew."""
+        if state.keys() != {"step", "public"} or not isinstance(state["step"], int):
+            raise ValueError(
+                f"Expected a method's state with step and public, got {sorted(state)}."
+            )
+        if state["public"] != [data.digest for data in self.public]:
+            raise ValueError(
+                "The state does not fit this run: it was saved with other public data. Pass the "
+                "same public data as then."
+            )
+        self.step, self._span, self._number = state["step"], None, -1
+
+
+class SubspaceMechanism:
+    """The part of a mechanism that is the same for all methods in a subspace."""
+
+    def __init__(self, method: SubspaceMethod, setting: Setting, *, passes: int) -> None:
+        self._clip, self._clipping = method.clip_norm, method.clipping
+        self._keeper = SpanKeeper(
+            method.source(setting), refresh=method.refresh, passes=passes, diagnose=method.diagnose
+        )
+
+    @property
+    def public(self) -> tuple[PublicData, ...]:
+        """The public data behind the subspace."""
+        return self._keeper.public
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """Notes on subspace and noise."""
+        return self._keeper.notes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the public data's digest."""
+        return self._keeper.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that step."""
+        self._keeper.load_state_dict(state)
+
+
+def _energy(value: Tensor) -> Tensor:
+    return value.double().square().sum()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def lengths(embeddings: Tensor) -> Tensor:
+    """Norms of rows in float64, rounded up."""
+    norms: Tensor = torch.linalg.vector_norm(embeddings, dim=1)
+    return norms * (1 + 2.0**-53 * (embeddings.shape[1] + 16))
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """wᵀX, where a row of weight zero adds nothing, even if it is not finite."""
+    return weights.to(rows) @ torch.where(weights.unsqueeze(1) != 0, rows, 0.0)

@@ -1,0 +1,88 @@
+"""Projected DP-SGD (Zhou, Wu, Banerjee 2021): noise in k dimensions of a public subspace.
+
+    V_k     orthonormal basis of the top directions of public gradients (here B, in coefficients)
+    release B (Σ_i clip(g_i, C)) + z·C·N(0, I_k), then back to parameters by Bᵀ
+
+The paper projects the noisy sum, B Bᵀ(Σ + z·C·N(0, I_p)); B N(0, I_p) has the law of N(0, I_k), so
+only k numbers are drawn. Formal guarantee: the vector that is summed is the embedding w_i = B g_i
+itself, scaled by min(1, C/‖g_i‖, C/‖w_i‖). So adding or removing a sample moves the sum by at most
+C, whatever B is (for an orthonormal one the last term never counts), and one release is a Gaussian
+mechanism of noise multiplier z. The subspace comes from public data and released weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dpspan.clipping import clip_factors
+from dpspan.gradients import PerSampleGradients
+from dpspan.mechanisms.base import Setting, Sums
+from dpspan.mechanisms.dpsgd import DPSGDMechanism
+from dpspan.mechanisms.in_subspace import (
+    SubspaceMechanism,
+    SubspaceMethod,
+    lengths,
+    weighted_sum,
+)
+from dpspan.noise import Noise
+
+EMBEDDING = "subspace:embedding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PDPSGD(SubspaceMethod):
+    """Projected DP-SGD; plain DP-SGD before step `start` or epoch `start_epoch`.
+
+    `PDPSGD(subspace=RandomSubspace(rank=800))` is the paper's RPDP-SGD.
+    """
+
+    start: int = 0
+    start_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("start", self.start), ("start_epoch", self.start_epoch)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"Expected {name} an int of at least 0, got {value!r}.")
+        if self.start and self.start_epoch:
+            raise ValueError("Expected start (in steps) or start_epoch, got both.")
+
+    def bind(self, setting: Setting) -> PDPSGDMechanism:
+        """The mechanism for this run."""
+        return PDPSGDMechanism(self, setting)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration."""
+        return {**super().describe(), "start": self.start, "start_epoch": self.start_epoch}
+
+
+class PDPSGDMechanism(SubspaceMechanism):
+    """One step of PDP-SGD."""
+
+    def __init__(self, method: PDPSGD, setting: Setting) -> None:
+        super().__init__(method, setting, passes=1)
+        self._start = method.start or method.start_epoch * setting.steps_per_epoch
+        self._unprojected = DPSGDMechanism(self._clip, self._clipping)
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Σ_i B clip(g_i, C), k numbers."""
+        if self._keeper.step < self._start:
+            return self._unprojected.clipped_sum(gradients)
+        w = self._keeper.span(gradients.samples).embed(gradients)
+        norms = torch.maximum(gradients.norm_bounds(), lengths(w))
+        return {EMBEDDING: weighted_sum(clip_factors(self._clipping, norms, self._clip), w)}
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """The noisy embedding, lifted to parameters."""
+        std = noise_multiplier * self._clip
+        if self._keeper.step < self._start:
+            self._keeper.step += 1
+            return self._unprojected.release(total, noise, noise_multiplier)
+        span = self._keeper.span(0)
+        noisy = noise.add(total, std)[EMBEDDING]
+        gradient = span.lift(noisy)
+        self._keeper.finish(noisy, gradient, {"embedding": span.dimensions * std**2})
+        return gradient

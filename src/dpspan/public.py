@@ -1,0 +1,437 @@
+"""Public data: read once, held in memory, known by its digest, and kept apart from private data.
+
+A batch is a tensor (inputs), a tuple or list (inputs,) or (inputs, labels), or a mapping as Hugging
+Face makes them: the labels under "labels" or "label", everything else inputs. Every tensor has the
+samples in its first dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import singledispatch
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from dpspan.checks import check_count, expect
+from dpspan.sampling import PrivateLoader
+
+_LABEL_KEYS = ("labels", "label")
+_READ = 1024  # samples read, or handed over, at a time where nobody says otherwise
+_COMPARED = 512  # private records compared at a time
+
+Collate = Callable[[list[Any]], Any]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
+
+    Two of them are equal if their names and contents are, however the samples were batched.
+    """
+
+    name: str
+    count: int
+    labelled: bool
+    digest: str  # sha256 over dtypes, shapes and bytes of inputs and labels, sample by sample
+    batches: tuple[tuple[Any, ...], ...] = field(repr=False, compare=False)  # (inputs[, labels])
+    largest_piece: int = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, source: object, *, name: str = "public") -> PublicData:
+        """Read a map-style dataset, a DataLoader, a tensor, (x,), (x, y) or a dict of tensors.
+
+        A DataLoader keeps its collation and its batch size; one that shuffles is read in the order
+        of its dataset, so that the same data have the same digest, and the same random labels, in
+        every run. Random augmentation is frozen as it was when the data were read.
+        """
+        if isinstance(source, PublicData):
+            return source
+        expect(isinstance(name, str), "name to be a text", name)
+        read = [batch for batch in map(_hold, _batches_of(source)) if _samples(batch)]
+        if not read:
+            raise ValueError(f"The public data '{name}' are empty: give at least one sample.")
+        if len({len(batch) for batch in read}) > 1:
+            raise ValueError(
+                f"Some batches of the public data '{name}' have labels and some have none: give "
+                "all of them labels, or none."
+            )
+        by_loader = isinstance(source, DataLoader)
+        largest_piece = max(map(_samples, read)) if by_loader else _READ
+        batches = _joined(read)
+        _check_finite(name, batches)
+        return cls(
+            name=name,
+            count=sum(map(_samples, batches)),
+            labelled=len(batches[0]) == 2,
+            digest=_digest(batches),
+            batches=batches,
+            largest_piece=largest_piece,
+        )
+
+    def pieces(
+        self, size: int | None = None, chosen: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Any, Any | None]]:
+        """Yield (indices, inputs, labels or None) in pieces of at most `size` samples.
+
+        Without `size` a piece is at most as large as the DataLoader's batches were, or 1024.
+        `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
+        different shapes (padded to different lengths) never share a piece.
+        """
+        size = self.largest_piece if size is None else check_count("size", size)
+        indices = torch.arange(self.count) if chosen is None else self._checked(chosen)
+        first = 0
+        for batch in self.batches:
+            last = first + _samples(batch)
+            mine = indices[(indices >= first) & (indices < last)]
+            for part in mine.split(size) if len(mine) else ():
+                inputs, *labels = _rows(batch, part - first)
+                yield part, inputs, labels[0] if labels else None
+            first = last
+
+    def _checked(self, chosen: Tensor) -> Tensor:
+        chosen = chosen.cpu()
+        ordered = chosen.dim() == 1 and bool((chosen.diff() > 0).all())
+        inside = bool(((chosen >= 0) & (chosen < self.count)).all())
+        expect(ordered and inside, f"chosen to be sorted indices below {self.count}", chosen)
+        return chosen
+
+
+def move(inputs: Any, device: torch.device) -> Any:
+    """Every tensor of a batch on a device."""
+    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), inputs)
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+@singledispatch
+def _batches_of(source: Any) -> Iterable[Any]:
+    """The batches of anything that can be public data."""
+    raise TypeError(
+        f"Cannot read public data from a {type(source).__name__}: give a map-style torch Dataset, "
+        "a DataLoader (it reads any dataset), a tensor of inputs, (x,), (x, y), or a dict of "
+        "tensors."
+    )
+
+
+@_batches_of.register(Tensor)
+@_batches_of.register(tuple)
+@_batches_of.register(list)
+@_batches_of.register(Mapping)
+def _(source: Any) -> Iterable[Any]:
+    return [source]
+
+
+@_batches_of.register
+def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
+    if not hasattr(source, "__len__"):
+        raise TypeError(
+            f"The public dataset ({type(source).__name__}) has no length: give a map-style "
+            "dataset, or a DataLoader over a dataset that ends."
+        )
+    return (batch for _, batch in _in_order(source, _READ, default_collate))
+
+
+@_batches_of.register
+def _(source: IterableDataset) -> Iterable[Any]:  # type: ignore[type-arg]
+    raise TypeError(
+        f"The public dataset ({type(source).__name__}) is an IterableDataset: give a DataLoader "
+        "over it (it must end, as everything is held in memory)."
+    )
+
+
+@_batches_of.register
+def _(source: DataLoader) -> Iterable[Any]:  # type: ignore[type-arg]
+    if source.batch_size is None or not _is_shuffle(source.sampler):
+        return source
+    return DataLoader(
+        source.dataset,
+        batch_size=source.batch_size,
+        collate_fn=source.collate_fn,
+        num_workers=source.num_workers,
+        drop_last=source.drop_last,
+        worker_init_fn=source.worker_init_fn,
+        multiprocessing_context=source.multiprocessing_context,
+        generator=source.generator,
+    )
+
+
+def _is_shuffle(sampler: Any) -> bool:
+    """Whether it gives every record once, in random order."""
+    random = isinstance(sampler, RandomSampler) and not sampler.replacement
+    return random and len(sampler) == len(sampler.data_source)
+
+
+@_batches_of.register
+def _(source: PrivateLoader) -> Iterable[Any]:
+    raise TypeError(
+        "The public data were given as a PrivateLoader, the loader of a private training run: "
+        "private records must not become public. Give other data that anybody may see."
+    )
+
+
+def _in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int, Any]]:
+    """The records of a map-style dataset in order, collated `size` at a time, as (records, batch).
+
+    Records that cannot be collated together (different shapes) come one by one.
+    """
+    for start in range(0, len(dataset), size):
+        indices = range(start, min(start + size, len(dataset)))
+        try:
+            together = [(len(indices), _collated(dataset, indices, collate_fn))]
+        except RuntimeError:  # "stack expects each tensor to be equal size"
+            together = [(1, _collated(dataset, [index], collate_fn)) for index in indices]
+        yield from together
+
+
+def _collated(dataset: Any, indices: Sequence[int], collate_fn: Collate) -> Any:
+    """One batch; tensors in memory are indexed at once."""
+    while type(dataset) is Subset:  # not a subclass, which may change what it returns
+        dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
+    if type(dataset) is TensorDataset and collate_fn is default_collate:
+        return [tensor[torch.as_tensor(indices)] for tensor in dataset.tensors]
+    return collate_fn([dataset[index] for index in indices])
+
+
+# -- the form in which batches are held ---------------------------------------------------------
+
+
+def _hold(batch: Any) -> tuple[Any, ...]:
+    """(inputs,) or (inputs, labels) of plain dicts, tuples and CPU tensors."""
+    if isinstance(batch, tuple | list) and len(batch) not in (1, 2):
+        raise ValueError(
+            f"A batch of the public data has {len(batch)} parts: give (inputs,) or (inputs, "
+            "labels), or a dict if the model takes several inputs."
+        )
+    labels: tuple[Any, ...] = ()
+    if isinstance(batch, Mapping):
+        labels = tuple(batch[key] for key in _LABEL_KEYS if key in batch)
+        if len(labels) == 2 or len(batch) == len(labels):
+            raise ValueError(
+                "A batch of the public data has the keys "
+                f"{sorted(map(str, batch))}: give inputs, and labels under one of {_LABEL_KEYS}."
+            )
+    elif isinstance(batch, tuple | list):
+        labels = tuple(batch[1:])
+    held = tuple(_plain(part) for part in (_inputs_of(batch), *labels))
+    sizes = sorted({leaf.shape[0] for _, leaf in _leaves(held)})
+    if len(sizes) != 1:
+        raise ValueError(
+            "Expected every tensor of the public data to have the samples in its first dimension, "
+            f"got first dimensions of {sizes}."
+        )
+    return held
+
+
+def _inputs_of(batch: Any) -> Any:
+    """The inputs of a batch, whatever else it holds."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key not in _LABEL_KEYS}
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(_plain(value) for value in tree)
+    if not isinstance(tree, Tensor) or tree.dim() == 0:
+        what = "a tensor without dimensions" if isinstance(tree, Tensor) else repr(tree)[:40]
+        raise TypeError(
+            "Expected batches of public data to hold tensors with the samples in the first "
+            f"dimension, got {what}. Give a DataLoader whose collate_fn makes such tensors."
+        )
+    tensor = tree.detach().cpu()
+    # Worker processes hand over shared memory, of which a process can hold only so many handles.
+    return tensor.clone() if tensor.is_shared() else tensor
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, keys in sorted order: how a dict was built does not matter."""
+    if isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield from _leaves(tree[key], f"{path}.{key}")
+    elif isinstance(tree, tuple | list):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path}.{index}")
+    else:
+        yield path, tree
+
+
+def _samples(batch: tuple[Any, ...]) -> int:
+    _, first = next(_leaves(batch))
+    return int(first.shape[0])
+
+
+def _rows(batch: tuple[Any, ...], indices: Tensor) -> tuple[Any, ...]:
+    rows: tuple[Any, ...] = tree_map(lambda leaf: leaf[indices], batch)
+    return rows
+
+
+def _joined(batches: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+    """Neighbours of the same shapes as one batch each. Always copies: what is held stays."""
+    return tuple(
+        tree_map(lambda *parts: torch.cat(parts), *run)
+        for run in (list(alike) for _, alike in groupby(batches, key=_layout))
+    )
+
+
+def _layout(batch: tuple[Any, ...]) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in _leaves(batch)]
+
+
+def _check_finite(name: str, batches: Iterable[tuple[Any, ...]]) -> None:
+    finite = torch.cat([_finite(batch) for batch in batches])
+    bad = (~finite).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of the {len(finite)} samples of the public data '{name}' hold NaN or "
+            f"infinity in their inputs or labels (the first is sample {bad[0]}): leave them out."
+        )
+
+
+def _finite(batch: tuple[Any, ...]) -> Tensor:
+    """Which samples are finite, (n,)."""
+    finite = torch.ones(_samples(batch), dtype=torch.bool)
+    for leaf in tree_leaves(batch):
+        finite &= leaf.isfinite().reshape(len(leaf), leaf[0].numel()).all(1)
+    return finite
+
+
+def _digest(batches: Iterable[tuple[Any, ...]]) -> str:
+    whole = hashlib.sha256()
+    for batch in batches:
+        samples = _samples(batch)
+        columns = [
+            (
+                f"{path}:{leaf.dtype}:{tuple(leaf.shape[1:])};".encode(),
+                leaf.reshape(samples, leaf[0].numel()).view(torch.uint8).numpy(),
+            )
+            for path, leaf in _leaves(batch)
+        ]
+        for sample in range(samples):
+            for header, content in columns:
+                whole.update(header)
+                whole.update(content[sample])
+    return whole.hexdigest()
+
+
+# -- overlap ------------------------------------------------------------------------------------
+
+
+def fingerprints(inputs: Any) -> list[bytes]:
+    """A hash of each sample's inputs: equal for equal values of equal shapes.
+
+    Neither the labels nor the width of a dtype count (floats are compared as float32, integers as
+    int64). Padding that an "attention_mask" marks is left out, so that padding to another length
+    hides nothing.
+    """
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    kept = None if mask is None else mask.cpu().bool().numpy()
+    columns = [_canonical(leaf) for _, leaf in _leaves(inputs)]
+    hashes = [hashlib.blake2b(digest_size=16) for _ in columns[0]]
+    for column in columns:
+        rows = column if kept is None or not _is_padded(column, kept) else _unpadded(column, kept)
+        for sample, row in zip(hashes, rows, strict=True):
+            sample.update(f"{row.shape};".encode())
+            sample.update(row.tobytes())
+    return [sample.digest() for sample in hashes]
+
+
+def _is_padded(column: Array, kept: Array) -> bool:
+    """Whether what the mask drops is one constant: a mask of other meaning would drop content."""
+    if column.shape[: kept.ndim] != kept.shape:
+        return False
+    dropped = column[~kept]
+    return bool((dropped == dropped.reshape(-1)[:1]).all())
+
+
+def _unpadded(column: Array, kept: Array) -> list[Array]:
+    return [row[keep] for row, keep in zip(column, kept, strict=True)]
+
+
+def refuse_overlap(
+    public: PublicData, private: Dataset[Any], collate_fn: Collate = default_collate
+) -> None:
+    """ValueError if public samples are copies of private records, whatever their labels.
+
+    Exact copies only: rounding, another shape, random augmentation and padding that no attention
+    mask marks all hide one, and so does a column that numbers the records. The outcome depends on
+    private data, so it is an error for the operator to read, never part of a log or certificate.
+    """
+    known = _public_fingerprints(public)
+    private_copies = set(known).intersection(_private_fingerprints(private, collate_fn))
+    copied = [index for index, fingerprint in enumerate(known) if fingerprint in private_copies]
+    if copied:
+        raise ValueError(
+            f"{len(copied)} of the {public.count} samples of the public data '{public.name}' also "
+            f"occur in the private dataset (exact copies, e.g. public sample {copied[0]}). Remove "
+            "those records from the private data with dpspan.without_public(private, public), or "
+            "give other public data. This message depends on private data: do not publish it."
+        )
+
+
+def without_public(
+    private: Dataset[Any], public: object, collate_fn: Collate = default_collate
+) -> Subset[Any]:
+    """The private records that are not copies of public samples (see `refuse_overlap`).
+
+    They are taken out of the private side, where each record's fate depends on that record and on
+    public data alone. To take the copies out of the public data would tell from the public data
+    which records are private.
+    """
+    known = set(_public_fingerprints(PublicData.of(public)))
+    return Subset(
+        private,
+        [
+            index
+            for index, fingerprint in enumerate(_private_fingerprints(private, collate_fn))
+            if fingerprint not in known
+        ],
+    )
+
+
+def _public_fingerprints(public: PublicData) -> list[bytes]:
+    return [
+        fingerprint
+        for _, inputs, _ in public.pieces(_COMPARED)
+        for fingerprint in fingerprints(inputs)
+    ]
+
+
+def _private_fingerprints(private: Any, collate_fn: Collate) -> Iterator[bytes]:
+    """One a record, in order; an empty one where a record has a form that public data cannot."""
+    for records, batch in _in_order(private, _COMPARED, collate_fn):
+        inputs = _inputs_of(batch)
+        leaves = [leaf for _, leaf in _leaves(inputs)]
+        comparable = leaves and all(
+            isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in leaves
+        )
+        yield from fingerprints(inputs) if comparable else [b""] * records
+
+
+def _canonical(leaf: Tensor) -> Array:
+    """The values in one dtype for all floats and one for all integers."""
+    leaf = leaf.detach().cpu()
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf)
+    if leaf.is_floating_point():
+        return (leaf.float() + 0.0).numpy().astype("<f4", copy=False)  # −0.0 + 0.0 is 0.0
+    return leaf.numpy().astype("<i8", copy=False)

@@ -1,0 +1,158 @@
+"""What is left of gradients outside a subspace, and how long it can be at most.
+
+The residual of g is r = g − Σ_j a_j h_j. Its norm by ‖g‖² − ‖Bg‖² cancels: for gradients almost in
+the span, float32 returns anything, and a norm that came out too small would clip too little. So the
+norm is taken of the residual itself: a parameter's rows of r are written out, a few lines at a
+time, and measured. Only where a layer's inner products come from its factors, in float64, does the
+quadratic form ‖g‖² − 2Σ a_j⟨g, h_j⟩ + Σ a_j a_l⟨h_j, h_l⟩ stand in. Both hold for any numbers a:
+nothing is taken to be orthonormal. On top comes what rounding can hide between the vector that was
+measured and the one that `combine` sums (see `numerics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dpspan.gradients import Pack, PerSampleGradients
+from dpspan.layers.embedding import Lookup
+from dpspan.layers.linear import Outer
+from dpspan.layers.pairs import line_blocks
+from dpspan.layers.terms import Rows, Stack, Term
+from dpspan.numerics import Arithmetic, bounds, exact, squared_norms
+
+_FLOAT64 = Arithmetic(2.0**-53, 0.0)
+
+
+class Residual:
+    """Rows J − A H."""
+
+    def __init__(
+        self,
+        gradients: PerSampleGradients,
+        anchors: PerSampleGradients,
+        shares: Tensor,
+        *,
+        kernels: Mapping[tuple[str, ...], tuple[Tensor, Tensor]],
+    ) -> None:
+        self._gradients = gradients  # J
+        self._anchors = anchors  # H
+        self._shares = shares  # A (n, m) float64
+        self._kernels = kernels  # by pack: J Hᵀ and H Hᵀ in float64
+
+    def norm_bounds(self) -> Tensor:
+        """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64."""
+        _, squares = self._squared_norms
+        # As in PerSampleGradients: the weights are rounded to working precision.
+        return (1 + 16 * Arithmetic.of(self._gradients.like).unit) * squares.sqrt()
+
+    def norms(self) -> Tensor:
+        """Norms of the residuals, (n,) float64."""
+        values, _ = self._squared_norms
+        return values.sqrt()
+
+    def anchor_weights(self, weights: Tensor) -> Tensor:
+        """−Aᵀw: what a weighted sum of residuals takes from each of the gradients H."""
+        kept = torch.where(weights.unsqueeze(1) != 0, self._shares, 0.0)  # 0 · NaN is not 0
+        return -(weights.to(kept) @ kept)
+
+    @exact()
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """wᵀ(J − A H), by parameter."""
+        own = self._gradients.combine(weights)
+        spanned = self._anchors.combine(self.anchor_weights(weights))
+        return {name: own[name] + spanned[name] for name in own}
+
+    @cached_property
+    def _squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Squared norms and their upper bounds, over all parameters."""
+        with exact():
+            return self._measure()
+
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        own, anchors, scale = self._gradients.packs, self._anchors.packs, self._gradients.scale
+        # In the units of J as it was recorded; the scale comes back at the end.
+        shares = self._shares * (self._anchors.scale / scale)
+        # The length of what is taken off each row, pack by pack, if nothing in it cancelled.
+        taken = dict(zip(anchors, self._anchors.pack_magnitudes @ shares.abs().T, strict=True))
+        rounded = shares.to(self._gradients.like)
+        value = torch.zeros(len(shares), dtype=torch.float64, device=shares.device)
+        bound = value.clone()
+        for names in own | anchors:
+            if names in self._kernels:
+                square, hidden = _by_kernel(
+                    own[names], anchors[names], shares, taken[names], *self._kernels[names]
+                )
+            elif names in anchors:
+                mine = own[names] if names in own else self._zeros(anchors[names])
+                square, hidden = _by_rows(mine, anchors[names], rounded, taken[names])
+            else:  # the subspace has no part in these parameters
+                square, hidden = _untouched(own[names])
+            value += square
+            bound += (square.sqrt() + hidden).square()
+        return value * scale**2, bound * scale**2
+
+    def _zeros(self, pack: Pack) -> Pack:
+        """The rows of parameters that took no part in the private batch."""
+        zero = self._gradients.like.new_zeros(())
+        return Pack(Rows(zero.expand(self._gradients.samples, pack.shape.numel())), pack.shape)
+
+
+def _by_rows(own: Pack, anchors: Pack, shares: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of the rows of r in one pack, and how much longer than that they can be."""
+    arithmetic = Arithmetic.of(shares)
+    parts = [
+        squared_norms(torch.addmm(left, shares, right, alpha=-1.0))
+        for left, right in line_blocks(own.term, anchors.term, own.shape)
+    ]
+    square = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    # `combine` sums products of factors, not these rows (which were rounded, then combined).
+    mine = arithmetic.product(own.term.depth) + arithmetic.summand
+    others = arithmetic.product(anchors.term.depth) + arithmetic.summand
+    others += arithmetic.product(shares.shape[1] + 2)
+    if isinstance(own.term, Rows):  # of g = r + Σ a_j h_j, rather than one more pass over the rows
+        return square, (mine + arithmetic.norm) * square.sqrt() + 2 * (mine + others) * taken
+    length = own.term.magnitudes().sqrt()
+    return square, arithmetic.norm * square.sqrt() + mine * length + others * taken
+
+
+def _by_kernel(
+    own: Pack, anchors: Pack, shares: Tensor, taken: Tensor, cross: Tensor, gram: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same from inner products in float64, which leave room for the cancellation."""
+    precise = _double(own.term).squared_norms(_FLOAT64)
+    square = precise.value - 2 * (shares * cross).sum(1) + (shares @ gram * shares).sum(1)
+    square = square.clamp(min=0)
+    length = precise.magnitude.sqrt() + taken  # what all rounding is relative to
+    terms = _width(own.term) + max(own.term.depth, anchors.term.depth) ** 2 + len(gram)
+    unit = precise.value_error + precise.magnitude_error + 8 * _FLOAT64.product(terms)
+    longer = (square + unit * length.square()).sqrt() - square.sqrt()
+    summand = Arithmetic.of(own.term.rows(0, 0)).summand
+    return square, longer + (summand + precise.summand_error) * length
+
+
+def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
+    """The squared norms of g itself."""
+    norms = own.term.squared_norms(Arithmetic.of(own.term.rows(0, 0)))
+    errors = torch.tensor([[norms.value_error, norms.magnitude_error, norms.summand_error]])
+    bound = bounds(norms.value[None], norms.magnitude[None], errors.to(norms.value))[0]
+    return norms.value, bound.sqrt() - norms.value.sqrt()
+
+
+def _double(term: Term) -> Term:
+    """The same term with factors in float64."""
+    if isinstance(term, Stack):
+        return Stack([_double(part) for part in term.parts])
+    assert isinstance(term, Outer | Lookup)  # the terms that have a kernel
+    return term.double()
+
+
+def _width(term: Term) -> int:
+    """Length of the longest product in a kernel."""
+    if isinstance(term, Stack):
+        return max(_width(part) for part in term.parts)
+    assert isinstance(term, Outer | Lookup)
+    return max(term.b.shape[2], term.a.shape[2] if isinstance(term, Outer) else 1)

@@ -1,0 +1,106 @@
+"""The principal directions of m gradients H, found in their m × m Gram matrix K = H Hᵀ.
+
+A direction is written in coefficients: B = C H, where C is k × m. Its rows are orthonormal when
+C K Cᵀ = I. With K = QΛQᵀ the top k directions are C = Λ_k^{-1/2} Q_kᵀ. No privacy rests on how well
+that holds: it decides only how good the subspace is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+_RIDGE = 1e-13  # keeps a Cholesky factor finite; relative to the largest entry
+
+
+class Basis(NamedTuple):
+    """k directions in coefficients; those beyond the numerical rank of K are zero."""
+
+    coefficients: Tensor  # C (k, m) float64
+    eigenvalues: Tensor  # (k,) or (m,) float64, descending: those of K that were computed
+
+
+class Solver(Protocol):
+    """How the top k eigenvectors of a Gram matrix are found."""
+
+    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+        """The basis; eigenvalues below `floor` times the largest are rounding noise.
+
+        `previous` is C of the last call, of the same shape, if there was one.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eigh:
+    """The eigendecomposition of K in float64: exact, and fast up to a few hundred gradients."""
+
+    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+        """The top eigenvectors."""
+        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = values.flip(0), vectors.flip(1)
+        return Basis(_whitened(values[:rank], vectors[:, :rank], floor), values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanczos:
+    """Implicitly restarted Lanczos, as PDP-SGD uses: for few directions among many gradients."""
+
+    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+        """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
+        if rank >= len(gram) or not bool(gram.any()):
+            return Eigh()(gram, rank, floor=floor, previous=None)
+        found, directions = scipy.sparse.linalg.eigsh(gram.cpu().numpy(), k=rank, which="LA")
+        values = torch.from_numpy(found.copy()).to(gram).flip(0)
+        vectors = torch.from_numpy(directions.copy()).to(gram).flip(1)
+        return Basis(_whitened(values, vectors, floor), values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerIteration:
+    """Subspace iteration, as GEP uses: `iterations` passes from the last step's directions.
+
+    B ← orthonormalise(B Hᵀ H), which in coefficients is C ← C K. The first call takes the
+    eigendecomposition. Made of products and small Cholesky factors, a step on a GPU waits for
+    nothing; directions beyond the rank of K shrink to zero.
+    """
+
+    iterations: int = 1
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"Expected iterations of at least 1, got {self.iterations}.")
+
+    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+        """The directions after `iterations` passes."""
+        if previous is None:
+            return Eigh()(gram, rank, floor=floor, previous=None)
+        # Unit scale keeps the powers of K below in range.
+        scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
+        k = gram / scale
+        c = previous * scale.sqrt()
+        for _ in range(self.iterations):
+            c = _orthonormalised(c @ k, k)
+        c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had
+        c = torch.where(torch.isfinite(c).all(), c / scale.sqrt(), previous)
+        spread = (c @ gram).square().sum(1)  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
+        return Basis(c, spread.sort(descending=True).values)
+
+
+def _orthonormalised(c: Tensor, k: Tensor) -> Tensor:
+    """L⁻¹C for C K Cᵀ + ridge = L Lᵀ: directions of length one, or less where K has none."""
+    product = c @ k @ c.T
+    ridge = _RIDGE * product.diagonal().amax()
+    lower, _ = torch.linalg.cholesky_ex(product + ridge * torch.eye(len(c)).to(product))
+    orthonormal: Tensor = torch.linalg.solve_triangular(lower, c, upper=False)
+    return orthonormal
+
+
+def _whitened(values: Tensor, vectors: Tensor, floor: float) -> Tensor:
+    """Λ^{-1/2} Qᵀ, with zeros for eigenvalues that are nothing but rounding."""
+    real = values > floor * values[:1].clamp(min=0.0)
+    scales = torch.where(real, values, 1.0).rsqrt() * real
+    return scales.unsqueeze(1) * vectors.T

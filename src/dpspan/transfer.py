@@ -1,0 +1,388 @@
+"""Training on labelled public data before the first private step: the warm start.
+
+Public samples cost no privacy, so this is ordinary training of the trainable parameters. Some
+samples are held out to find the number of epochs; then the model goes back to the weights it had
+and trains on all samples for as many. Nothing else is learnt from the held-out samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from dpspan.capture import captures_on
+from dpspan.checks import check_count, check_number, expect
+from dpspan.public import PublicData, move
+
+# Of fewer samples, the one held out would say nothing about the others.
+FEWEST_TO_SPLIT = 5
+
+# loss(model, inputs, labels): one loss per sample
+SampleLosses = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WarmStart:
+    """Trains a model on labelled public data by Adam, until a held-out part stops improving.
+
+    Args:
+        data: a Dataset, DataLoader, tensors or `PublicData`, with labels.
+        max_epochs: most epochs; exactly so many where nothing is held out.
+        batch_size: most samples in a minibatch; an epoch is cut into minibatches of even size.
+        learning_rate: Adam's.
+        weight_decay: Adam's.
+        validation: share of the samples held out to find the number of epochs; 0 for none.
+        patience: stop after so many epochs without a better held-out loss.
+        loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion.
+        seed: for the split, the order of the samples and the model's dropout.
+    """
+
+    data: object = field(repr=False)
+    max_epochs: int = 200
+    batch_size: int = 50
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    validation: float = 0.2
+    patience: int = 20
+    loss: SampleLosses | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "batch_size", "patience"):
+            check_count(name, getattr(self, name))
+        rate = check_number("learning_rate", self.learning_rate)
+        expect(0 < rate < math.inf, "learning_rate > 0", self.learning_rate)
+        decay = check_number("weight_decay", self.weight_decay)
+        expect(0 <= decay < math.inf, "weight_decay >= 0", self.weight_decay)
+        share = check_number("validation", self.validation)
+        expect(0 <= share < 1, "0 <= validation < 1", self.validation)
+        expect(self.loss is None or callable(self.loss), "loss to be a function", self.loss)
+        seed = check_number("seed", self.seed)
+        expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", self.seed)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, without the data."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "data"}
+        name = getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
+        return {**plain, "loss": None if self.loss is None else name}
+
+    def run(
+        self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
+    ) -> WarmStartResult:
+        """Train the trainable parameters of the model, in place.
+
+        Where training does not lower the held-out loss, and after an error or an interruption,
+        the model is as it was. Its modes and torch's random state always are.
+        """
+        _check_model(model)
+        losses = _sample_losses(self.loss, criterion)
+        with (
+            _own_randomness(model, self.seed) as reseed,
+            _put_back_on_error(model) as found,
+            torch.enable_grad(),
+            _progress_bar(visible=progress) as bar,
+        ):
+            data = _labelled(self.data)
+            if self.loss is None:
+                _check_labels(model, criterion, data)
+            searched, held_out = self._split(data.count)
+
+            def from_the_start(samples: Tensor) -> _Trainer:
+                found.restore()
+                reseed()
+                return _Trainer(self, model, losses, data, samples)
+
+            curve: list[float] = []
+            if len(held_out):
+                curve = self._held_out_curve(from_the_start(searched), held_out, bar)
+            epochs = curve.index(min(curve)) if curve else self.max_epochs
+            trainer = from_the_start(torch.arange(data.count))
+            for _ in bar.track(range(epochs), description="warm start: all samples"):
+                trainer.epoch()
+        return WarmStartResult(
+            epochs=epochs,
+            held_out_loss_before=curve[0] if curve else None,
+            held_out_loss_best=min(curve) if curve else None,
+            history=tuple(curve[1:]),
+            samples=data.count,
+        )
+
+    def _split(self, count: int) -> tuple[Tensor, Tensor]:
+        """The samples to train on while searching, and those held out."""
+        if self.validation == 0:
+            return torch.arange(count), torch.arange(0)
+        if count < FEWEST_TO_SPLIT:
+            raise ValueError(
+                f"Expected at least {FEWEST_TO_SPLIT} public samples to hold some out, got "
+                f"{count}. Pass more, or validation=0 to train for exactly max_epochs."
+            )
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+        held_out = min(max(round(count * self.validation), 1), count - 1)
+        return order[held_out:], order[:held_out]
+
+    def _held_out_curve(self, trainer: _Trainer, held_out: Tensor, bar: Progress) -> list[float]:
+        """The held-out loss before training and after each epoch."""
+        curve, best = [trainer.mean_loss(held_out)], 0
+        task = bar.add_task("warm start", total=self.max_epochs)
+        for epoch in range(1, self.max_epochs + 1):
+            trainer.epoch()
+            curve.append(trainer.mean_loss(held_out))
+            text = f"warm start: held-out loss {curve[-1]:.4f}"
+            bar.update(task, completed=epoch, description=text)
+            if curve[epoch] < curve[best]:
+                best = epoch
+            elif epoch - best >= self.patience:
+                break
+        return curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartResult:
+    """What a warm start did; the losses are None where nothing was held out.
+
+    `epochs` is how often it went over all samples, 0 if that did not help; `history` is the
+    held-out loss after each epoch of the search for this number.
+    """
+
+    epochs: int
+    held_out_loss_before: float | None
+    held_out_loss_best: float | None
+    history: tuple[float, ...]
+    samples: int
+
+    def describe(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {**asdict(self), "history": list(self.history)}
+
+
+class _Trainer:
+    """Adam on some of the public samples, with its own state, an epoch at a time."""
+
+    def __init__(
+        self,
+        config: WarmStart,
+        model: nn.Module,
+        losses: SampleLosses,
+        data: PublicData,
+        samples: Tensor,
+    ) -> None:
+        self._model, self._losses, self._data, self._samples = model, losses, data, samples
+        self._batch_size = config.batch_size
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.Adam(
+            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+        # Another seed than the split's, or the first order would be the split's order.
+        self._shuffle = torch.Generator().manual_seed(config.seed + 1)
+
+    def epoch(self) -> None:
+        """Once over the samples, in a new order."""
+        self._model.train()
+        order = self._samples[torch.randperm(len(self._samples), generator=self._shuffle)]
+        finite = []
+        for batch in order.tensor_split(math.ceil(len(order) / self._batch_size)):
+            self._optimizer.zero_grad()
+            for losses in self._losses_of(batch):  # samples of other shapes come as other pieces
+                loss = losses.sum() / len(batch)
+                loss.backward()
+                finite.append(loss.detach().isfinite())
+            self._optimizer.step()
+        # Asked once an epoch, since the answer waits for the device. The weights too: a finite
+        # loss can have a gradient that is not.
+        finite += [p.detach().isfinite().all() for p in self._parameters]
+        if not all(map(bool, finite)):
+            raise ValueError(_DIVERGED)
+
+    def mean_loss(self, samples: Tensor) -> float:
+        """The mean loss of the samples in evaluation mode."""
+        self._model.eval()
+        with torch.no_grad():
+            sums = [x.double().sum() for x in self._losses_of(samples)]
+        mean = float(torch.stack(sums).sum()) / len(samples)
+        if not math.isfinite(mean):
+            raise ValueError(_DIVERGED if self._optimizer.state else _NOT_FINITE_BEFORE)
+        return mean
+
+    def _losses_of(self, samples: Tensor) -> Iterator[Tensor]:
+        """One loss per sample, in as few pieces as the batch size and their shapes allow."""
+        device, chosen = _device(self._model), samples.sort().values
+        for indices, inputs, labels in self._data.pieces(self._batch_size, chosen):
+            losses = self._losses(self._model, move(inputs, device), move(labels, device))
+            if losses.shape != indices.shape:
+                raise ValueError(
+                    f"Expected loss to return one loss per sample, shape ({len(indices)},), got "
+                    f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
+                )
+            yield losses
+
+
+_DIVERGED = (
+    "The warm start diverged: the loss or the weights are no longer finite. Lower learning_rate. "
+    "The model is as it was before."
+)
+_NOT_FINITE_BEFORE = (
+    "The loss on the public data is not finite even before the warm start. Look for NaN and "
+    "infinity in the weights of the model, and for inputs of a scale that it cannot take."
+)
+
+
+class _Found:
+    """The trainable weights, the buffers and the modes that a model came with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._buffers = [(b, b.clone()) for b in model.buffers()]
+
+    def restore(self) -> None:
+        """Weights and buffers, in the tensors that held them."""
+        with torch.no_grad():
+            for tensor, content in (*self._weights, *self._buffers):
+                tensor.copy_(content)
+        for module, _, buffers in self._modules:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+    def restore_modes(self) -> None:
+        """Training or evaluation, module by module; and no gradient of public data stays."""
+        for module, training, _ in self._modules:
+            module.training = training
+        for parameter, _ in self._weights:
+            parameter.grad = None
+
+
+@contextmanager
+def _put_back_on_error(model: nn.Module) -> Iterator[_Found]:
+    """Whatever goes wrong, an interruption too, the model is as it was."""
+    found = _Found(model)
+    try:
+        yield found
+    except BaseException:
+        found.restore()
+        raise
+    finally:
+        found.restore_modes()
+
+
+@contextmanager
+def _own_randomness(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
+    """Random numbers by this seed, and again by it on demand; torch's state is as before after.
+
+    Generator by generator: torch.manual_seed would also seed the devices that are not in use.
+    """
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+
+    def reseed() -> None:
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
+
+    with torch.random.fork_rng(devices):
+        reseed()
+        yield reseed
+
+
+def _progress_bar(*, visible: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), disable=not visible)
+
+
+def _sample_losses(loss: SampleLosses | None, criterion: nn.Module | None) -> SampleLosses:
+    if loss is not None:
+        return loss
+    if criterion is None:
+        raise ValueError(
+            "Expected a criterion or a loss to train with on public data, got neither. Pass "
+            "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
+        )
+    if not hasattr(criterion, "reduction"):
+        raise ValueError(
+            f"{type(criterion).__name__} has no `reduction`, so it cannot be asked for one loss "
+            "per sample: pass WarmStart(loss=...), a function that returns them."
+        )
+    one_by_one: Any = copy.deepcopy(criterion)
+    one_by_one.reduction = "none"
+
+    def losses(model: nn.Module, inputs: Any, labels: Tensor) -> Tensor:
+        outputs = _outputs(model, inputs)
+        # Not by calling the module: its copy has the hooks that it had itself.
+        entries: Tensor = one_by_one.to(outputs.device).forward(outputs, labels)
+        if entries.shape[:1] != outputs.shape[:1] or entries.numel() > outputs.numel():
+            raise ValueError(
+                f"{type(criterion).__name__} gives losses of shape {tuple(entries.shape)} for "
+                f"outputs of shape {tuple(outputs.shape)} and labels of shape "
+                f"{tuple(labels.shape)}, not one or more per sample. Give the labels the shape "
+                "that the criterion expects, or pass WarmStart(loss=...)."
+            )
+        return entries.reshape(len(outputs), -1).mean(1)
+
+    return losses
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Tensor:
+    """What the model gives for a batch; Hugging Face models have it as `logits`."""
+    outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    scores: Tensor = getattr(outputs, "logits", outputs)
+    if scores is not outputs and scores.dim() == 3:  # by token, with the classes in the end
+        raise ValueError(
+            f"The model gives scores by token, shape {tuple(scores.shape)}, and how they enter the "
+            "loss is unknown: pass WarmStart(loss=...), a function that returns one loss per "
+            "sample."
+        )
+    return scores
+
+
+def _labelled(source: object) -> PublicData:
+    data = PublicData.of(source)
+    if not data.labelled:
+        raise ValueError(
+            f"Expected labelled public data for a warm start, got '{data.name}' without labels. "
+            "Pass inputs and labels, or leave the warm start out."
+        )
+    return data
+
+
+def _check_model(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "Expected a model with a trainable parameter: unfreeze what the warm start is to train."
+        )
+    if captures_on(model):
+        raise ValueError(
+            "The model belongs to a private run, which would take public samples for private ones. "
+            "Warm start it before make_private, or call detach() on its engine first."
+        )
+
+
+def _check_labels(model: nn.Module, criterion: nn.Module | None, data: PublicData) -> None:
+    """Class labels must be the model's classes; on a GPU the loss itself would end the process."""
+    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    model.eval()
+    with torch.no_grad():
+        _, inputs, _ = next(data.pieces(1))
+        classes = _outputs(model, move(inputs, _device(model))).shape[1]
+    for indices, _, labels in data.pieces(1024):
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return  # not class numbers, but probabilities
+        wrong = ((labels < 0) | (labels >= classes)) & (labels != criterion.ignore_index)
+        if bool(wrong.any()):
+            at = int(wrong.reshape(len(labels), -1).any(1).nonzero()[0])
+            raise ValueError(
+                f"Expected public labels from 0 to {classes - 1}, one for each class of the model, "
+                f"got {int(labels[wrong][0])} at sample {int(indices[at])} of '{data.name}'. "
+                "Renumber the labels as the private data has them, and leave out samples of other "
+                "classes."
+            )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
