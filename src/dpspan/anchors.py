@@ -55,6 +55,7 @@ class PublicSpan:
         self._rank, self._groups, self._solver, self._warn = rank, groups, solver, warn
         self._last: Span | None = None
         self._health = _Health()
+        self._warned = False  # of a reduced rank, which may change from step to step
 
     @property
     def public(self) -> tuple[PublicData, ...]:
@@ -101,10 +102,11 @@ class PublicSpan:
                 "public samples on which the model still has something to learn (random labels "
                 "always do), or use DPSGD."
             )
-        if rank < self._rank:
+        if rank < self._rank and not self._warned:
+            self._warned = True
             self._warn(
                 f"the public gradients span {rank} directions, fewer than rank={self._rank}: the "
-                "rank was reduced to that; more public samples would give more"
+                "rank is reduced to what they span; more public samples would give more"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import warnings
@@ -391,7 +392,7 @@ class PrivacyEngine:
         """Train on public data, and put it on record."""
         data = PublicData.of(warm_start.data)
         refuse_overlap(data, private.dataset, private.collate_fn)
-        result = warm_start.run(module, criterion)
+        result = dataclasses.replace(warm_start, data=data).run(module, criterion)
         detail = f"warm start: {result.epochs} epochs"
         self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         _logger.info("dpspan: %s of public training", detail)

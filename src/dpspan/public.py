@@ -32,7 +32,7 @@ from dpspan.checks import check_count, expect
 from dpspan.sampling import PrivateLoader
 
 _LABEL_KEYS = ("labels", "label")
-_READ = 1024  # samples read, or handed over, at a time where nobody says otherwise
+_READ = 2048  # samples read, or handed over, at a time where nobody says otherwise
 _COMPARED = 512  # private records compared at a time
 
 Collate = Callable[[list[Any]], Any]
@@ -90,7 +90,7 @@ class PublicData:
     ) -> Iterator[tuple[Tensor, Any, Any | None]]:
         """Yield (indices, inputs, labels or None) in pieces of at most `size` samples.
 
-        Without `size` a piece is at most as large as the DataLoader's batches were, or 1024.
+        Without `size` a piece is at most as large as the DataLoader's batches were, or 2048.
         `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
         different shapes (padded to different lengths) never share a piece.
         """

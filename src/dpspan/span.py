@@ -51,7 +51,8 @@ class Span:
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """The gradients that the subspaces are made of, weighted and summed, by parameter."""
         parts = zip(self.parts.values(), weights.split(self._anchors), strict=True)
-        return _merged([part.gradients.combine(own) for part, own in parts])
+        # Public gradients that are not finite are an error of their own (see `anchors`).
+        return _merged([part.gradients.combine(own, finite=True) for part, own in parts])
 
     def lift(self, z: Tensor) -> dict[str, Tensor]:
         """A vector of the subspaces by parameter."""

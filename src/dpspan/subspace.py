@@ -96,23 +96,27 @@ class Subspace:
     @exact()
     def embed(self, gradients: PerSampleGradients) -> Tensor:
         """J Bᵀ, (n, k) float64."""
-        embedding, _ = self._embed(gradients)
+        embedding, _ = self._embed(self._comparable(gradients))
         return embedding
 
     @exact()
     def split(self, gradients: PerSampleGradients) -> tuple[Tensor, Residual]:
         """J Bᵀ, and J − (J Bᵀ) B: each gradient inside and outside of the subspace."""
+        gradients = self._comparable(gradients)
         embedding, kernels = self._embed(gradients)
         pairs = {names: (kernel, self.kernels[names]) for names, kernel in kernels.items()}
         return embedding, Residual(
             gradients, self.gradients, embedding @ self.coefficients, kernels=pairs
         )
 
+    def _comparable(self, gradients: PerSampleGradients) -> PerSampleGradients:
+        if gradients.shapes != self.gradients.shapes:
+            raise ValueError("Expected gradients of the parameters that the subspace is made of.")
+        return gradients.aligned(self.gradients)
+
     def _embed(self, gradients: PerSampleGradients) -> tuple[Tensor, dict[tuple[str, ...], Tensor]]:
         """The embedding, and J Hᵀ by parameter where both H Hᵀ and it come from factors alone."""
         anchors, kernels = self.gradients, {}
-        if gradients.shapes != anchors.shapes:
-            raise ValueError("Expected gradients of the parameters that the subspace is made of.")
         products = torch.zeros(
             gradients.samples, anchors.samples, dtype=torch.float64, device=gradients.device
         )
@@ -201,4 +205,4 @@ def _rounding(gradients: PerSampleGradients) -> float:
     size = sum(shape.numel() for shape in gradients.shapes.values())
     # Rounded factors err independently, so their errors average out over the p products.
     unit = arithmetic.unit + arithmetic.factor / math.sqrt(size)
-    return 32 * unit * math.sqrt(gradients.samples)
+    return 8 * unit * math.sqrt(gradients.samples)

@@ -26,8 +26,10 @@ from dpspan.numerics import Arithmetic, SquaredNorms, full_precision, squared_no
 _COST_OF_PATCHES = 4
 
 # Rows of up to this many bytes are kept even where the factors are smaller: otherwise they are
-# made for the norm and the sum convolves once more.
-_ROWS_KEPT_BYTES = 8 * 2**20
+# made for the norm (and in a subspace once more for the residual), and the sum convolves again. A
+# GPU, which has to copy every patch for that, gains more by keeping them.
+_CPU_ROWS_KEPT_BYTES = 8 * 2**20
+_GPU_ROWS_KEPT_BYTES = 1024 * 2**20
 
 # Below this many input channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
@@ -67,12 +69,9 @@ class Patches:
         one_by_one = self.weight[2:].numel() == 1
         thin = self.weight[1] < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda or one_by_one or thin:
-            patches = self.depth * self.weight[1:].numel() * self.groups
+            copied = self.stride[0] * self.depth * self.weight[1] * self.weight[3:].numel()
             return joined(
-                [
-                    (self._sequences(b[i:j]).transpose(2, 3) @ self._unfold(x[i:j])).flatten(1)
-                    for i, j in blocks(n, patches, x)
-                ]
+                [self._sliding_rows(x[i:j], b[i:j]) for i, j in blocks(n, copied * self.groups, x)]
             )
         # One group per sample: the library's own weight gradient then keeps the samples apart.
         b = b.reshape(1, n * self.weight[0], *b.shape[2:])
@@ -128,6 +127,42 @@ class Patches:
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
 
+    def _sliding_rows(self, x: Tensor, b: Tensor) -> Tensor:
+        """Rows by one batched product per line of the kernel.
+
+        Patches repeat every input number once per kernel entry. Laid out with the first spatial
+        axis outermost, the patches under one line of the kernel are those under the line before,
+        further along in memory: so only the entries of one line have to be copied apart. A stride
+        separates the lines into as many phases.
+        """
+        n, lines, step, dilation = len(x), self.weight[2], self.stride[0], self.dilation[0]
+        height, width = self.b.shape[2], self.b.shape[3:].numel()
+        long = height + (lines - 1) * dilation // step
+        pad = [side for p in reversed(self.padding) for side in (p, p)]
+        pad[-1] = step * long - x.shape[2] - pad[-2]  # as far as the last phase reaches; may crop
+        x = F.pad(x, pad).contiguous()
+        channels = x.shape[1] // self.groups
+        sample, channel, line, *pixel = x.stride()
+        laid_out = x.as_strided(
+            (n, self.groups, step, channels, *self.weight[3:], long, *self.b.shape[3:]),
+            (
+                sample,
+                channels * channel,
+                line,
+                channel,
+                *(one * d for one, d in zip(pixel, self.dilation[1:], strict=True)),
+                step * line,
+                *(one * s for one, s in zip(pixel, self.stride[1:], strict=True)),
+            ),
+        ).reshape(n, self.groups, step, channels * self.weight[3:].numel(), long * width)
+        out = b.reshape(n, self.groups, b.shape[1] // self.groups, self.depth)
+        products = []
+        for index in range(lines):
+            start, phase = divmod(index * dilation, step)
+            patches = laid_out[:, :, phase, :, start * width : (start + height) * width]
+            products.append(_batched(out, patches).unflatten(3, (channels, -1)))
+        return torch.stack(products, dim=4).flatten(1)
+
     def _unfold(self, x: Tensor) -> Tensor:
         """Patches as (n, groups, positions, d_in): a strided view, copied once."""
         pad = [side for p in reversed(self.padding) for side in (p, p)]
@@ -174,6 +209,13 @@ class Patches:
         return gradient
 
 
+def _batched(left: Tensor, right: Tensor) -> Tensor:
+    """left rightᵀ over (n, groups); one group is a plain batch, which needs no copy."""
+    if left.shape[1] == 1:
+        return torch.bmm(left[:, 0], right[:, 0].transpose(1, 2)).unsqueeze(1)
+    return left @ right.transpose(2, 3)
+
+
 def conv_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
     """Terms of a convolution's weight and bias."""
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -186,6 +228,7 @@ def conv_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str
     weight = module.weight.shape
     patches = Patches(x, grad, weight, module.stride, padding, module.dilation, module.groups)
     stored = x.shape[1:].numel() + grad.shape[1:].numel()
-    few = x.shape[0] * weight.numel() * 4 <= _ROWS_KEPT_BYTES
+    limit = _CPU_ROWS_KEPT_BYTES if x.device.type == "cpu" else _GPU_ROWS_KEPT_BYTES
+    few = x.shape[0] * weight.numel() * 4 <= limit
     yield "weight", compact(patches, weight.numel(), weight.numel() if few else stored)
     yield "bias", Rows(grad.flatten(2).sum(2))

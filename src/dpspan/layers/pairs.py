@@ -16,7 +16,7 @@ from dpspan.layers.terms import Term
 
 # Large enough for efficient products; beyond it a CPU pays more for fresh memory than it saves.
 _CPU_WORKSPACE_BYTES = 16 * 2**20
-_GPU_WORKSPACE_BYTES = 2048 * 2**20
+_GPU_WORKSPACE_BYTES = 4096 * 2**20
 _SYMMETRIC_BLOCK = 512
 
 

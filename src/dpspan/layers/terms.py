@@ -247,6 +247,14 @@ class Stack:
         return joined(lefts), joined(rights)
 
 
+def stacked(parts: Sequence[Term]) -> Term:
+    """The samples of several terms of one parameter as one term."""
+    rows = [part.flat() for part in parts if isinstance(part, Rows)]
+    if len(rows) == len(parts):  # joined once, here, rather than at every use
+        return Rows(torch.cat(rows))
+    return Stack(parts)
+
+
 def _all(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     """The parts side by side, if none is missing."""
     known = [part for part in parts if part is not None]

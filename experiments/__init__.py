@@ -1,0 +1,1 @@
+"""Experiments on real data: what the methods gain, beside what simpler things gain."""

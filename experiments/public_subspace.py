@@ -1,0 +1,281 @@
+"""What a public subspace is worth, in the setting of the PDP-SGD paper.
+
+    python -m experiments.public_subspace --data FOLDER
+
+Fashion-MNIST, n = 10,000 private and 100 public images, the papers' CNN, 30 epochs of batches of
+250, at noise multipliers of the paper: public data only, DP-SGD, PDP-SGD, RPDP-SGD, biased GEP and
+GEP, each with and without a warm start on the public labels, with real and with random labels for
+the public gradients. The learning rate of each row comes from a search with another seed, judged
+on images that are neither private, public nor test; the search is part of the output, and its cost
+in privacy is not in ε (all rows had the same search).
+
+Every finished run is a line of results.jsonl; a run that is already there is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dpspan
+from dpspan.mechanisms import Method
+from dpspan.models import PaperCNN
+from experiments.images import Images, Split, collate, load
+
+PRIVATE, PUBLIC, BATCH, EPOCHS, DELTA = 10_000, 100, 250, 30, 1e-5
+TUNING_SEED = 1000
+METHODS = ("DP-SGD", "RPDP-SGD", "PDP-SGD", "PDP-SGD from epoch 15", "B-GEP", "GEP")
+WITHOUT_PUBLIC_GRADIENTS = ("DP-SGD", "RPDP-SGD")
+# Noise in all dimensions wants smaller steps than noise in a few.
+RATES = {
+    "DP-SGD": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
+    "GEP": (0.01, 0.02, 0.05, 0.1, 0.2, 0.4),
+    "RPDP-SGD": (0.02, 0.05, 0.1, 0.2),
+    "PDP-SGD": (0.05, 0.1, 0.2, 0.4, 0.8),
+    "PDP-SGD from epoch 15": (0.01, 0.02, 0.05, 0.1, 0.2),
+    "B-GEP": (0.02, 0.05, 0.1, 0.2, 0.4),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    dataset: str
+    sigma: float
+    method: str
+    labels: str  # of the public gradients: real, random, or none
+    warm: bool
+    rate: float
+    seed: int
+
+    @property
+    def tuning(self) -> bool:
+        """Whether it is part of the search."""
+        return self.seed == TUNING_SEED
+
+
+def method_of(run: Run, public: tuple[torch.Tensor, torch.Tensor]) -> Method:
+    """The method with the paper's settings: clip 1, k = 50 (70 from epoch 15, 800 random)."""
+    shared: dict[str, Any] = {"public": public, "public_labels": run.labels, "clip": 1.0}
+    builders = {
+        "DP-SGD": lambda: dpspan.DPSGD(clip=1.0),
+        "RPDP-SGD": lambda: dpspan.PDPSGD(
+            subspace=dpspan.RandomSubspace(rank=800, seed=run.seed), clip=1.0
+        ),
+        "PDP-SGD": lambda: dpspan.PDPSGD(**shared, rank=50),
+        "PDP-SGD from epoch 15": lambda: dpspan.PDPSGD(**shared, rank=70, start_epoch=15),
+        "B-GEP": lambda: dpspan.BiasedGEP(**shared, rank=50),
+        "GEP": lambda: dpspan.GEP(**shared, rank=50, residual_clip=0.2),
+    }
+    return builders[run.method]()
+
+
+def accuracy(model: nn.Module, images: Images) -> float:
+    """Share of test images that are classified right."""
+    model.eval()
+    with torch.no_grad():
+        right = [
+            (model(x).argmax(1) == y).sum()
+            for x, y in zip(images.x.split(2000), images.y.split(2000), strict=True)
+        ]
+    model.train()
+    return float(torch.stack(right).sum()) / len(images)
+
+
+def train(run: Run, data: Split, device: str) -> dict[str, Any]:
+    """One run through the engine; what it reached and what it cost."""
+    start = time.perf_counter()
+    torch.manual_seed(run.seed)
+    model = PaperCNN().to(device)
+    criterion = nn.CrossEntropyLoss()
+    warm_start = dpspan.WarmStart(data=data.public, seed=run.seed) if run.warm else None
+    engine = dpspan.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=run.rate),
+        data_loader=DataLoader(data.private, batch_size=BATCH, collate_fn=collate),
+        criterion=criterion,
+        noise_multiplier=run.sigma,
+        method=method_of(run, data.public),
+        warm_start=warm_start,
+    )
+    public_only = accuracy(model, data.test) if run.warm else None
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    return {
+        **asdict(run),
+        "accuracy": accuracy(model, data.test),
+        "public_only": public_only,
+        "epsilon": engine.get_epsilon(DELTA),
+        "delta": DELTA,
+        "seconds": time.perf_counter() - start,
+        "certificate": engine.certificate(DELTA),
+    }
+
+
+def work(run: Run, folder: Path, device: str) -> dict[str, Any]:
+    """A run in a process of its own."""
+    torch.set_num_threads(1)
+    data = load(
+        folder,
+        run.dataset,
+        private=PRIVATE,
+        public=PUBLIC,
+        seed=run.seed,
+        device=device,
+        tuning=run.tuning,
+    )
+    return train(run, data, device)
+
+
+class Results:
+    """The lines of results.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = [json.loads(line) for line in lines]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a result, on disk too."""
+        self.rows.append(row)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def of(self, run: Run) -> dict[str, Any] | None:
+        """The result of a run, if it is there."""
+        fields = asdict(run)
+        return next((r for r in self.rows if all(r[k] == v for k, v in fields.items())), None)
+
+
+def cells(options: argparse.Namespace) -> list[Run]:
+    """Every row of the table, still without a learning rate and a seed."""
+    return [
+        Run(options.dataset, sigma, method, labels, warm, 0.0, 0)
+        for sigma in options.sigmas
+        for method in options.methods
+        for labels in (("none",) if method in WITHOUT_PUBLIC_GRADIENTS else ("real", "random"))
+        for warm in (False, True)
+    ]
+
+
+def execute(runs: list[Run], results: Results, options: argparse.Namespace, title: str) -> None:
+    """Whatever is missing, `jobs` runs at a time."""
+    missing = [run for run in runs if results.of(run) is None]
+    context = multiprocessing.get_context("spawn")
+    with (
+        Progress() as progress,
+        ProcessPoolExecutor(options.jobs, mp_context=context) as pool,
+    ):
+        task = progress.add_task(title, total=len(missing))
+        waiting = [pool.submit(work, run, options.data, options.device) for run in missing]
+        for done in as_completed(waiting):
+            results.add(done.result())
+            progress.advance(task)
+
+
+def best_rate(cell: Run, results: Results) -> float:
+    """The learning rate that did best in the search."""
+    found = {}
+    for rate in RATES[cell.method]:
+        row = results.of(replace(cell, rate=rate, seed=TUNING_SEED))
+        found[rate] = row["accuracy"] if row else 0.0
+    return max(found, key=lambda rate: found[rate])
+
+
+def table(results: Results, options: argparse.Namespace) -> Table:
+    """Mean and standard deviation over seeds, beside public data only."""
+    final = [row for row in results.rows if row["seed"] != TUNING_SEED]
+    shown = Table(
+        title=f"{options.dataset}, n = {PRIVATE:,}, {PUBLIC} public, test accuracy in %",
+        caption="mean ± standard deviation over seeds [learning rate]",
+    )
+    columns = ["σ", "ε (PLD)", "method", "public labels", "from scratch", "after warm start"]
+    for name in columns:
+        shown.add_column(name, justify="left" if name in columns[2:4] else "right")
+    for sigma in options.sigmas:
+        here = [row for row in final if row["sigma"] == sigma]
+        alone = {row["seed"]: row["public_only"] for row in here if row["public_only"] is not None}
+        shown.add_section()
+        shown.add_row(str(sigma), "0", "public data only", "real", "", _spread(alone.values()))
+        for method in options.methods:
+            for labels in ("none", "real", "random"):
+                own = [r for r in here if (r["method"], r["labels"]) == (method, labels)]
+                if not own:
+                    continue
+                texts = []
+                for warm in (False, True):
+                    part = [r for r in own if r["warm"] == warm]
+                    rates = sorted({r["rate"] for r in part})
+                    texts.append(f"{_spread([r['accuracy'] for r in part])} {rates}")
+                epsilon = f"{max(r['epsilon'] for r in own):.3f}"
+                shown.add_row(str(sigma), epsilon, method, labels, *texts)
+    return shown
+
+
+def _spread(values: Any) -> str:
+    values = [100 * v for v in values]
+    if not values:
+        return "—"
+    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{statistics.mean(values):.1f} ± {deviation:.1f}"
+
+
+def main() -> None:
+    """Search, run, and show the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with DATASET.npz")
+    parser.add_argument("--dataset", default="fashion_mnist")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[18.0, 6.0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/public_subspace"))
+    options = parser.parse_args()
+    results = Results(options.out / "results.jsonl")
+    rows = cells(options)
+    # Random labels use the learning rate that was found for real ones.
+    search = [
+        replace(cell, rate=rate, seed=TUNING_SEED)
+        for cell in rows
+        if cell.labels != "random"
+        for rate in RATES[cell.method]
+    ]
+    execute(search, results, options, "search")
+    final = [
+        replace(cell, rate=best_rate(replace(cell, labels=_searched(cell)), results), seed=seed)
+        for cell in rows
+        for seed in range(options.seeds)
+    ]
+    execute(final, results, options, "runs")
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(table(results, options))
+
+
+def _searched(cell: Run) -> str:
+    return "real" if cell.labels == "random" else cell.labels
+
+
+if __name__ == "__main__":
+    main()
