@@ -46,7 +46,7 @@ class GivenSpan:
         self.h, self.rank, self.groups, self.solver = h, rank, groups, solver
         self.made: list[Span] = []
 
-    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+    def span(self, refresh: int, *, products: float) -> Span:
         groups = grouped(self.h.shapes, self.groups)
         sizes = ranks(self.h.shapes, groups, self.rank)
         parts = {
@@ -82,7 +82,7 @@ def un_noised(mechanism: Any, gradients: PerSampleGradients) -> tuple[Tensor, Te
     anchors = sums.pop("subspace:anchors", None)
     if anchors is None:
         return embedding, embedding.new_zeros(0)
-    public = mechanism._keeper.span(0).combine(anchors)
+    public = mechanism._keeper.span().combine(anchors)
     return embedding, flat(sums).double() + flat(public).double()
 
 

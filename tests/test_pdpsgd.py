@@ -373,7 +373,6 @@ def test_the_noise_is_the_same_for_every_batch() -> None:
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.xfail(strict=True, reason="the form of the subspace follows the batch's own size")
 @pytest.mark.parametrize("base", METHODS.values(), ids=METHODS)
 def test_how_a_subspace_is_written_does_not_tell_the_size_of_the_batch(base: type) -> None:
     """From the same noise the same numbers, to the last bit: what is released has nothing else."""

@@ -31,11 +31,10 @@ class SpanSource(Protocol):
     def public(self) -> tuple[PublicData, ...]:
         """The public data that it uses."""
 
-    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+    def span(self, refresh: int, *, products: float) -> Span:
         """The subspace number `refresh`.
 
-        What it will be used for decides how it is best written: for `steps` steps, each of
-        `passes` products with the gradients of `samples` samples.
+        How many products with gradients it will be used for decides how it is best written.
         """
 
 
@@ -61,7 +60,7 @@ class PublicSpan:
     def public(self) -> tuple[PublicData, ...]:
         return (self._gradients.data,)
 
-    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+    def span(self, refresh: int, *, products: float) -> Span:
         gradients = self._gradients(refresh)
         groups = grouped(gradients.shapes, self._groups)
         sizes = ranks(gradients.shapes, groups, self._rank)
@@ -77,7 +76,7 @@ class PublicSpan:
         self._check(self._last)
         return Span(
             {
-                names: part.explicit() if _explicit_pays(part, samples, steps, passes) else part
+                names: part.explicit() if _explicit_pays(part, products) else part
                 for names, part in coefficients.items()
             }
         )
@@ -133,10 +132,10 @@ class RandomSpan:
     def public(self) -> tuple[PublicData, ...]:
         return ()
 
-    def span(self, refresh: int, *, samples: int, steps: int, passes: int) -> Span:
+    def span(self, refresh: int, *, products: float) -> Span:
         if self._fixed is not None:
             return self._fixed
-        drawn = self._draw(refresh)
+        drawn = self._draw(refresh if self._redraw else 0)  # a resumed run finds the same ones
         if not self._redraw:
             self._fixed = drawn
         return drawn
@@ -196,7 +195,7 @@ class _Health:
         return arrived
 
 
-def _explicit_pays(part: Subspace, samples: int, steps: int, passes: int) -> bool:
+def _explicit_pays(part: Subspace, products: float) -> bool:
     """Whether k × p numbers are cheaper to have than to do without."""
     gradients, k, m = part.gradients, part.dimensions, part.gradients.samples
     sizes = {names: pack.shape.numel() for names, pack in gradients.packs.items()}
@@ -205,7 +204,6 @@ def _explicit_pays(part: Subspace, samples: int, steps: int, passes: int) -> boo
         return False
     # Layers whose inner products come from their factors cost next to nothing as they are.
     by_rows = sum(size for names, size in sizes.items() if names not in part.kernels)
-    products = samples * passes * steps
     return total * k * (m + products) < 0.8 * by_rows * m * products
 
 

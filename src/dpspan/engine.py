@@ -139,19 +139,13 @@ class PrivacyEngine:
                 model=module,
                 criterion=criterion,
                 steps_per_epoch=draw.steps_per_epoch,
+                expected_batch_size=lot_size,
                 max_physical_batch_size=max_physical_batch_size,
                 warn=self._warn,
             )
         )
         for data in mechanism.public:
             refuse_overlap(data, data_loader.dataset, data_loader.collate_fn)
-        if warm_start is not None:
-            self._warm_start(warm_start, module, criterion, data_loader)
-        for data in mechanism.public:
-            self.ledger.declare_public(
-                data.name, data.digest, data.count, detail=f"{type(method).__name__}: subspace"
-            )
-
         seed = self._debug_seed
         loader = PrivateLoader.from_data_loader(
             data_loader,
@@ -159,6 +153,12 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             generator=None if seed is None else np.random.default_rng(seed),
         )
+        if warm_start is not None:  # last: whatever can be refused has been
+            self._warm_start(warm_start, module, criterion, data_loader)
+        for data in mechanism.public:
+            self.ledger.declare_public(
+                data.name, data.digest, data.count, detail=f"{type(method).__name__}: subspace"
+            )
         charged_passes: set[int] = set()
 
         def charge() -> None:
@@ -332,14 +332,15 @@ class PrivacyEngine:
                 )
                 + ". Set the engine up as it was when the state was saved."
             )
-        before = run.loader.state_dict()
-        run.loader.load_state_dict(state["loader"])
-        try:
+        loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
+        try:  # all or nothing
+            run.mechanism.load_state_dict(state["mechanism"])
+            run.loader.load_state_dict(state["loader"])
             self.ledger.load_state_dict(state["ledger"])
         except Exception:
-            run.loader.load_state_dict(before)
+            run.mechanism.load_state_dict(mechanism)
+            run.loader.load_state_dict(loader)
             raise
-        run.mechanism.load_state_dict(state["mechanism"])
 
     def save_checkpoint(
         self,

@@ -100,7 +100,7 @@ class PrivateStep:
                 "optimizer.step() without a fresh batch. Each step takes one batch from the "
                 "private loader: iterate over the loader that make_private returned."
             )
-        scale = piece.samples if self._mean_loss else 1
+        scale = max(piece.samples, 1) if self._mean_loss else 1
         gradients = self._capture.collect(scale=scale)
         self._guard.check()
         part = self._mechanism.clipped_sum(gradients)

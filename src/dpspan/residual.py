@@ -56,7 +56,10 @@ class Residual:
 
     def anchor_weights(self, weights: Tensor) -> Tensor:
         """−Aᵀw: what a weighted sum of residuals takes from each of the gradients H."""
-        kept = torch.where(weights.unsqueeze(1) != 0, self._shares, 0.0)  # 0 · NaN is not 0
+        # A weight that `combine` drops as subnormal is dropped here too; and 0 · NaN is not 0.
+        tiny = torch.finfo(self._gradients.like.dtype).tiny
+        whole = (weights * self._gradients.scale).to(self._gradients.like).abs() >= tiny
+        kept = torch.where(whole.unsqueeze(1), self._shares, 0.0)
         return -(weights.to(kept) @ kept)
 
     @exact()

@@ -14,7 +14,7 @@ import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
-_RIDGE = 1e-13  # keeps a Cholesky factor finite; relative to the largest entry
+_RIDGE = 2.0**-49  # eight units of rounding
 
 
 class Basis(NamedTuple):
@@ -53,7 +53,11 @@ class Lanczos:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor, previous=None)
-        found, directions = scipy.sparse.linalg.eigsh(gram.cpu().numpy(), k=rank, which="LA")
+        # A start of its own: ARPACK's is random, and other signs in other processes would cancel.
+        start = gram.diagonal().sqrt().cpu().numpy()
+        found, directions = scipy.sparse.linalg.eigsh(
+            gram.cpu().numpy(), k=rank, which="LA", v0=start
+        )
         values = torch.from_numpy(found.copy()).to(gram).flip(0)
         vectors = torch.from_numpy(directions.copy()).to(gram).flip(1)
         return Basis(_whitened(values, vectors, floor), values)
@@ -81,20 +85,23 @@ class PowerIteration:
         # Unit scale keeps the powers of K below in range.
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
         k = gram / scale
-        c = previous * scale.sqrt()
+        # A direction that was lost starts again from one of the gradients.
+        there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)
+        c = torch.where(there, previous * scale.sqrt(), torch.eye(*previous.shape).to(previous))
         for _ in range(self.iterations):
             c = _orthonormalised(c @ k, k)
         c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had
-        c = torch.where(torch.isfinite(c).all(), c / scale.sqrt(), previous)
-        spread = (c @ gram).square().sum(1)  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
-        return Basis(c, spread.sort(descending=True).values)
+        spread = (c @ k).square().sum(1)  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
+        c = torch.where((spread > floor * spread.max()).unsqueeze(1), c / scale.sqrt(), 0.0)
+        return Basis(c, (spread * scale).sort(descending=True).values)
 
 
 def _orthonormalised(c: Tensor, k: Tensor) -> Tensor:
     """L⁻¹C for C K Cᵀ + ridge = L Lᵀ: directions of length one, or less where K has none."""
-    product = c @ k @ c.T
-    ridge = _RIDGE * product.diagonal().amax()
-    lower, _ = torch.linalg.cholesky_ex(product + ridge * torch.eye(len(c)).to(product))
+    # What rounding can hide in the product (K has trace 1): the factor exists, and a direction
+    # that is nothing but rounding is not stretched to length one.
+    ridge = _RIDGE * k.shape[1] * c.square().sum(1) + torch.finfo(c.dtype).tiny
+    lower, _ = torch.linalg.cholesky_ex(c @ k @ c.T + ridge.diag())
     orthonormal: Tensor = torch.linalg.solve_triangular(lower, c, upper=False)
     return orthonormal
 

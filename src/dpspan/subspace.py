@@ -76,7 +76,11 @@ class Subspace:
             start = previous.coefficients
         solver = Eigh() if solver is None else solver
         floor = _rounding(gradients)
-        return cls(gradients, solver(gram, min(rank, m), floor=floor, previous=start), kernels)
+        # Solvers have errors of their own for what is not finite; here it gives no directions.
+        finite = torch.isfinite(gram).all()
+        basis = solver(torch.where(finite, gram, 0.0), min(rank, m), floor=floor, previous=start)
+        coefficients = torch.where(finite, basis.coefficients, math.nan)
+        return cls(gradients, Basis(coefficients, basis.eigenvalues), kernels)
 
     @property
     def dimensions(self) -> int:
@@ -180,7 +184,8 @@ class Subspace:
     def captured_energy(self, gradients: PerSampleGradients) -> Tensor:
         """‖B g‖²/‖g‖² of each gradient, (n,), between 0 and 1; 0 for a gradient of zero."""
         norms = gradients.norms().square()
-        energy = self.embed(gradients).square().sum(1) / norms.clamp(min=torch.finfo().tiny)
+        tiny = torch.finfo(norms.dtype).tiny
+        energy = self.embed(gradients).square().sum(1) / norms.clamp(min=tiny)
         return energy.clamp(max=1.0)
 
     def drift(self, earlier: Subspace) -> Tensor:

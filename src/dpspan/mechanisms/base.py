@@ -26,6 +26,7 @@ class Setting:
     model: nn.Module
     criterion: nn.Module | None = None  # the loss, for gradients of public samples
     steps_per_epoch: int = 1
+    expected_batch_size: float = 1.0  # the configured one: the size that was drawn is private
     max_physical_batch_size: int | None = None
     warn: Callable[[str], None] = _silent  # to the operator and the certificate
 

@@ -98,12 +98,12 @@ class BiasedGEPMechanism(SubspaceMechanism):
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), k numbers."""
-        w = self._keeper.span(gradients.samples).embed(gradients)
+        w = self._keeper.span().embed(gradients)
         return {EMBEDDING: weighted_sum(clip_factors(self._clipping, lengths(w), self._clip), w)}
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The noisy embedding, lifted to parameters."""
-        std, span = noise_multiplier * self._clip, self._keeper.span(0)
+        std, span = noise_multiplier * self._clip, self._keeper.span()
         w = noise.add(total, std)[EMBEDDING]
         gradient = span.lift(w)
         self._keeper.finish(w, gradient, {"embedding": span.dimensions * std**2})
@@ -121,7 +121,7 @@ class GEPMechanism(SubspaceMechanism):
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) as a sum of private and public gradients."""
-        w, residual = self._keeper.span(gradients.samples).split(gradients)
+        w, residual = self._keeper.span().split(gradients)
         bounds = residual.norm_bounds()
         r_factors = clip_factors(self._clipping, bounds, self._s2)
         w_factors = clip_factors(self._clipping, lengths(w), self._s1)
@@ -141,7 +141,7 @@ class GEPMechanism(SubspaceMechanism):
         """Both sums with their noise, together in parameter space."""
         std1 = self._s1 * noise_multiplier / math.sqrt(self._share)
         std2 = self._s2 * noise_multiplier / math.sqrt(1 - self._share)
-        span = self._keeper.span(0)
+        span = self._keeper.span()
         w = noise.add({EMBEDDING: total[EMBEDDING]}, std1)[EMBEDDING]
         own = {name: v for name, v in total.items() if name not in (EMBEDDING, ANCHORS)}
         r = noise.add(own, std2)

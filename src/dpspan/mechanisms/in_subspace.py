@@ -142,8 +142,8 @@ class SpanKeeper:
     of a batch (and all processes) see the same one.
     """
 
-    def __init__(self, source: SpanSource, *, refresh: int, passes: int, diagnose: int) -> None:
-        self._source, self._refresh, self._passes = source, refresh, passes
+    def __init__(self, source: SpanSource, *, refresh: int, products: float, diagnose: int) -> None:
+        self._source, self._refresh, self._products = source, refresh, products
         self._diagnose = diagnose
         self._span: Span | None = None
         self._number = -1  # of the present subspace
@@ -156,15 +156,13 @@ class SpanKeeper:
         """The public data behind the subspaces."""
         return self._source.public
 
-    def span(self, samples: int) -> Span:
-        """The subspace of the present step, for gradients of so many samples."""
+    def span(self) -> Span:
+        """The subspace of the present step."""
         number = self.step // self._refresh
         if self._span is None or number != self._number:
             # Let go first: two subspaces at once would take twice the memory.
             self._earlier, self._span = (self._span if self._diagnosing else None), None
-            self._span = self._source.span(
-                number, samples=max(samples, 1), steps=self._refresh, passes=self._passes
-            )
+            self._span = self._source.span(number, products=self._products * self._refresh)
             self._number = number
         return self._span
 
@@ -229,7 +227,10 @@ class SubspaceMechanism:
     def __init__(self, method: SubspaceMethod, setting: Setting, *, passes: int) -> None:
         self._clip, self._clipping = method.clip_norm, method.clipping
         self._keeper = SpanKeeper(
-            method.source(setting), refresh=method.refresh, passes=passes, diagnose=method.diagnose
+            method.source(setting),
+            refresh=method.refresh,
+            products=passes * setting.expected_batch_size,
+            diagnose=method.diagnose,
         )
 
     @property

@@ -71,7 +71,7 @@ class PDPSGDMechanism(SubspaceMechanism):
         """Σ_i B clip(g_i, C), k numbers."""
         if self._keeper.step < self._start:
             return self._unprojected.clipped_sum(gradients)
-        w = self._keeper.span(gradients.samples).embed(gradients)
+        w = self._keeper.span().embed(gradients)
         norms = torch.maximum(gradients.norm_bounds(), lengths(w))
         return {EMBEDDING: weighted_sum(clip_factors(self._clipping, norms, self._clip), w)}
 
@@ -81,7 +81,7 @@ class PDPSGDMechanism(SubspaceMechanism):
         if self._keeper.step < self._start:
             self._keeper.step += 1
             return self._unprojected.release(total, noise, noise_multiplier)
-        span = self._keeper.span(0)
+        span = self._keeper.span()
         noisy = noise.add(total, std)[EMBEDDING]
         gradient = span.lift(noisy)
         self._keeper.finish(noisy, gradient, {"embedding": span.dimensions * std**2})
