@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpspan import GEP, AutomaticClipping, BiasedGEP, RandomSubspace
+from dpspan.gradients import PerSampleGradients
+from dpspan.layers.linear import Outer
+from dpspan.layers.terms import Rows
 from dpspan.noise import Noise
 from dpspan.span import by_stage, grouped, ranks
 from oracle import block_basis, clip_rows, gep
@@ -248,6 +252,75 @@ def test_cleaning_changes_nothing_but_noise() -> None:
     assert torch.allclose(released[0], private.sum(0), atol=1e-9)  # GEP without clips is unbiased
 
 
+def long_rows_in_the_span(n: int) -> tuple[Tensor, Tensor]:
+    """Residuals of nothing but rounding, of gradients a million times longer than their clip."""
+    g = torch.Generator().manual_seed(0)
+    private = 1e3 * (1 + 0.1 * torch.randn(n, 64, generator=g))
+    return private, torch.randn(100, 64, generator=g) + 1
+
+
+def test_one_of_many_samples_moves_the_sum_by_no_more_than_declared() -> None:
+    """Sums round in float32: what cancels in them must not be so long that this shows."""
+    private, public = long_rows_in_the_span(4001)
+    mechanism = given(GEP, rows(public), 64, clip=1.0, residual_clip=0.2)
+    with_one, without = (un_noised(mechanism, rows(x))[1] for x in (private, private[:-1]))
+    assert (with_one - without).norm() <= 0.2 * 1.1
+
+
+def test_noise_is_not_swallowed_by_what_cancels() -> None:
+    private, public = long_rows_in_the_span(4000)
+    mechanism = given(GEP, rows(public), 64, clip=1.0, residual_clip=0.2)
+    total = mechanism.clipped_sum(rows(private))
+    released = flat(mechanism.release(dict(total), Noise(seed=0), 1.0))
+    noiseless = flat(mechanism.release(dict(total), Noise(seed=0), 0.0))
+    noise = Noise(seed=0)
+    w = noise.normal(torch.zeros(64, dtype=torch.float64), math.sqrt(2))
+    r = noise.normal(torch.zeros(64), math.sqrt(2) * 0.2)
+    expected = flat(mechanism.source.made[0].lift(w)) + r
+    assert torch.allclose(released - noiseless, expected, atol=0.01)  # of a noise of 0.28
+
+
+def test_what_is_measured_is_what_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU kept rows are packed: a private factor term must then count as rows as well."""
+
+    def as_on_a_gpu(self: PerSampleGradients) -> tuple[str, ...]:
+        kept = (n for n in self.shapes if isinstance(self.terms.get(n), Rows))
+        return tuple(kept)
+
+    monkeypatch.setattr(PerSampleGradients, "_together", property(as_on_a_gpu))
+    g = torch.Generator().manual_seed(0)
+    steps, d = 1000, 8
+    a, b = torch.randn(1, steps, d, generator=g), torch.ones(1, steps, d)
+    a[:, 0] *= 1e2
+    a[:, -1] = -a[:, 0]  # long, and cancelling
+    shapes = {"w": torch.Size((d, d)), "b": torch.Size((d,))}
+    bias = torch.randn(4, d, generator=g)
+    private = PerSampleGradients(shapes, {"w": [Outer(a, b)], "b": [Rows(bias[:1])]}, 1, like=bias)
+    public = PerSampleGradients(
+        shapes,
+        {"w": [Rows(torch.randn(3, d, d, generator=g))], "b": [Rows(bias[1:])]},
+        3,
+        like=bias,
+    )
+    for groups in (1, 2):
+        mechanism = given(GEP, public, 2, groups, clip=1e9, residual_clip=1e-3)
+        _, r = un_noised(mechanism, private)
+        assert r.norm() <= 1e-3
+
+
+def test_a_rule_without_limit_cannot_spoil_the_sum() -> None:
+    class ToTheSphere:
+        def factor(self, norm: Tensor, clip: float) -> Tensor:
+            return clip / norm
+
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(9, 1, 30, generator=g), torch.randn(9, 1, 20, generator=g)
+    tiny = outers(1e-30 * a[:1], 1e-30 * b[:1])
+    mechanism = given(GEP, outers(a, b), 3, clip=1.0, clipping=ToTheSphere())
+    total = mechanism.clipped_sum(tiny)
+    assert all(value.isfinite().all() for value in total.values())
+
+
 # -- degenerate public gradients ------------------------------------------------------------------
 
 
@@ -342,6 +415,10 @@ def test_groups_and_their_ranks() -> None:
         ({"public": torch.ones(3, 2), "rank": 2, "refresh": 0}, "refresh an int of at least 1"),
         ({"public": torch.ones(3, 2), "rank": 2, "public_labels": "guess"}, "random"),
         ({"subspace": RandomSubspace(rank=3), "rank": 4}, "one rank"),
+        ({"subspace": RandomSubspace(rank=3), "groups": 2}, "has no groups"),
+        ({"public": torch.ones(3, 2), "rank": 2, "groups": 0}, "groups of at least 1"),
+        ({"public": torch.ones(3, 2), "rank": 2, "groups": "a"}, "dpspan.by_stage"),
+        ({"public": torch.ones(3, 2), "rank": 2, "seed": -1}, "seed an int of at least 0"),
     ],
 )
 def test_bad_configuration_is_refused(fields, message: str) -> None:
@@ -367,6 +444,32 @@ def test_clipping_rules_work_on_both_parts() -> None:
     expected = expected * S1 / (expected.norm() + rule.stability)
     assert float(w.norm()) == pytest.approx(float(expected.norm()), rel=1e-6)
     assert float(r.norm()) <= S2
+
+
+def test_leftover_keeps_the_rule() -> None:
+    """With automatic clipping, too, the embedding gets at least what it had."""
+    private, public = matrices(1, 12)
+    options = {"clip": 5.0, "residual_clip": S2, "clipping": AutomaticClipping()}
+    plain = given(GEP, rows(public), 5, **options)
+    kind = given(GEP, rows(public), 5, leftover=True, **options)
+    (w, _), (w_kind, _) = (un_noised(m, rows(1e-2 * private)) for m in (plain, kind))
+    assert w_kind.norm() >= w.norm()
+
+
+def test_methods_compare_and_describe_themselves() -> None:
+    x = torch.ones(3, 2)
+    assert GEP(public=x, rank=2) == GEP(public=x.clone(), rank=2)
+    assert GEP(public=x, rank=2) != GEP(public=x, rank=3)
+    assert hash(GEP(public={"a": x}, rank=2)) == hash(GEP(public={"a": x}, rank=2))
+    assert len(repr(GEP(public=torch.ones(1000, 2), rank=2))) < 1000
+
+    class ByLetter:
+        def __call__(self, name: str) -> str:
+            return name[0]
+
+    described = [GEP(public=x, rank=2, groups=ByLetter()).describe() for _ in range(2)]
+    assert described[0] == described[1]  # or a checkpoint could not be recognised
+    assert json.loads(json.dumps(described[0])) == described[0]
 
 
 def test_clip_rows_of_the_oracle() -> None:

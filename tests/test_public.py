@@ -203,7 +203,7 @@ def test_pieces_keep_the_loaders_batch_size() -> None:
 
 def test_without_a_loader_pieces_stay_moderate() -> None:
     data = PublicData.of(torch.zeros(2500, 1))
-    assert [len(indices) for indices, _, _ in data.pieces()] == [1024, 1024, 452]
+    assert [len(indices) for indices, _, _ in data.pieces()] == [2048, 452]
 
 
 @given(st.integers(1, 12), st.sets(st.integers(0, N - 1)), st.integers(1, 5))

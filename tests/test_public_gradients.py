@@ -121,7 +121,7 @@ def test_a_loss_of_ones_own_gets_what_there_is() -> None:
         return model(batch[0]).square().sum(1)
 
     oracle = per_sample_matrix(model, lambda m, x: m(x).square().sum(1), x)
-    for source, labels, parts in (((x, y), "real", 2), ((x, y), "random", 1), (x, "random", 1)):
+    for source, labels, parts in (((x, y), "real", 2), ((x, y), "random", 2), (x, "random", 1)):
         H = public_gradients(model, source, labels=labels, loss=loss)(0)
         assert_close(H.matrix(), oracle)
         assert seen.pop() == parts

@@ -713,8 +713,8 @@ def test_a_subspace_starts_from_the_one_before() -> None:
 
     H = gradients(*make("mlp"))
     first = Subspace.from_gradients(H, 3, solver=Spy())
-    Subspace.from_gradients(H, 3, solver=Spy(), previous=first)
-    Subspace.from_gradients(H, 4, solver=Spy(), previous=first)  # another rank
+    Subspace.from_gradients(H, 3, solver=Spy(), previous=first.coefficients)
+    Subspace.from_gradients(H, 4, solver=Spy(), previous=first.coefficients)  # another rank
     assert seen[0] is None
     assert seen[1] is first.coefficients
     assert seen[2] is None
@@ -794,6 +794,20 @@ def test_lanczos_gives_the_same_directions_in_every_process() -> None:
     gram, _ = spectrum(12, 0.6)
     first, *others = (Lanczos()(gram, 5, floor=1e-12, previous=None) for _ in range(6))
     assert all(torch.equal(first.coefficients, other.coefficients) for other in others)
+
+
+@pytest.mark.parametrize("kind", ["in pairs", "in all"])
+def test_lanczos_where_gradients_cancel(kind: str) -> None:
+    """g and −g, as two labels of one sample give them; or any that add up to nothing."""
+    gram = torch.linspace(1, 2, 6, dtype=F64).diag()
+    gram = torch.cat([torch.cat([gram, -gram]), torch.cat([-gram, gram])], dim=1)
+    if kind == "in all":
+        gram = torch.eye(12, dtype=F64) - 1 / 12
+    exact = Eigh()(gram, 4, floor=1e-12, previous=None)
+    found = Lanczos()(gram, 4, floor=1e-12, previous=None)
+    assert_close(found.eigenvalues, exact.eigenvalues[:4], 1e-9)
+    c = found.coefficients
+    assert_close(c @ gram @ c.T, torch.eye(4, dtype=F64), 1e-9)
 
 
 def test_iterations_are_counted() -> None:

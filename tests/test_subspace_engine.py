@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def keeper(engine: PrivacyEngine) -> Any:
 
 def basis(engine: PrivacyEngine) -> Tensor:
     """The directions of the present step, as one k × p matrix, up to rotation and sign."""
-    span = keeper(engine).span(1)
+    span = keeper(engine).span()
     identity = torch.eye(span.dimensions, dtype=F64)
     rows = [torch.cat([v.flatten() for v in span.lift(e).values()]) for e in identity]
     return torch.stack(rows).double()
@@ -259,9 +260,9 @@ def test_groups_of_parameters(kind: str, name: str) -> None:
         )
         train(model, optimizer, loader)
         results.append(weights(model))
-        found = list(keeper(engine).span(1).parts)
+        found = list(keeper(engine).span().parts)
         assert [set(names) for names in found] == expected
-        assert keeper(engine).span(1).dimensions == 6
+        assert keeper(engine).span().dimensions == 6
         told = engine.state_dict()["run"]["groups"]
         assert told == 2 if kind == "number" else told.endswith(("by_stage", "<lambda>"))
     assert torch.allclose(*results, atol=1e-9)
@@ -315,7 +316,7 @@ def test_the_certificate_names_the_public_data() -> None:
             "name": "textbook",
             "count": 8,
             "sha256": PublicData.of(warm).digest,
-            "detail": "warm start: 3 epochs",
+            "detail": "warm start: 3 epochs of Adam at 0.001, batches of 50, seed 0",
         },
         {"name": "leaflets", "count": 12, "sha256": named.digest, "detail": "GEP: subspace"},
     ]
@@ -533,6 +534,10 @@ def test_diagnostics_know_nothing_of_private_data(name: str) -> None:
         embedding = [n["released_energy"].pop("embedding") for n in notes]
         if name != "GEP":
             assert embedding == pytest.approx(energies)
+        if size == 0:  # of nothing but noise, which the engine's debug_seed tells
+            std = CLIP * (math.sqrt(2) if name == "GEP" else 1)
+            drawn = Noise(seed=1).normal(torch.zeros(5, dtype=F64), std)
+            assert embedding[0] == pytest.approx(float(drawn.square().sum()))
         assert all(n.pop("released_energy") == {} for n in notes)
         noted.append(notes)
     assert noted[0] == noted[1]
@@ -630,6 +635,26 @@ def test_private_dropout_does_not_depend_on_the_public_pass() -> None:
     assert torch.equal(*states)
 
 
+@pytest.mark.parametrize("solver", [Eigh(), PowerIteration()], ids=repr)
+def test_public_gradients_go_before_the_next_ones_come(
+    solver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what takes memory: there is one set of them at a time."""
+    made: list[Any] = []
+    held: list[int] = []
+
+    def watched(*args: Any) -> Any:
+        held.append(sum(there() is not None for there in made))
+        gradients = dpspan.per_sample_gradients(*args)
+        made.append(weakref.ref(gradients))
+        return gradients
+
+    monkeypatch.setattr(dpspan.public_gradients, "per_sample_gradients", watched)
+    _, model, optimizer, loader = precise(method=METHODS["GEP"](solver=solver))
+    train(model, optimizer, loader)
+    assert held == [0, 0, 0, 0]
+
+
 # -- public gradients that span nothing -----------------------------------------------------------
 
 
@@ -703,13 +728,9 @@ def test_a_run_that_stops_there_has_cost_nothing() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_public_inputs_that_do_not_fit_are_an_error_before_the_charge() -> None:
-    engine, model, optimizer, loader = precise(method=METHODS["GEP"](public=X[:, :4]))
-    with pytest.raises(
-        ValueError, match=r"Public inputs of shape \(12, 4\).* do not fit the model"
-    ):
-        train(model, optimizer, loader)
-    assert engine.ledger.steps == 0
+def test_public_inputs_that_do_not_fit_are_refused_before_training() -> None:
+    with pytest.raises(ValueError, match=r"Public inputs of shape \(1, 4\).* do not fit the model"):
+        precise(method=METHODS["GEP"](public=X[:, :4]))
 
 
 # -- warnings -------------------------------------------------------------------------------------
@@ -723,7 +744,7 @@ def test_more_directions_than_public_samples_warn_once(name: str) -> None:
     assert len([w for w in caught if "directions" in str(w.message)]) == 1
     (told,) = [w for w in engine.certificate(1e-5)["warnings"] if "directions" in w]
     assert told.startswith("the public gradients span 12 directions, fewer than rank=30")
-    assert keeper(engine).span(1).dimensions == 12
+    assert keeper(engine).span().dimensions == 12
 
 
 def test_a_rank_that_goes_up_and_down_warns_once() -> None:

@@ -52,7 +52,7 @@ class PublicSpan:
     ) -> None:
         self._gradients = gradients
         self._rank, self._groups, self._solver, self._warn = rank, groups, solver, warn
-        self._last: Span | None = None
+        self._last: dict[tuple[str, ...], Tensor] = {}  # coefficients of the last subspace
         self._health = _Health()
         self._warned = False  # of a reduced rank, which may change from step to step
 
@@ -64,20 +64,19 @@ class PublicSpan:
         gradients = self._gradients(refresh)
         groups = grouped(gradients.shapes, self._groups)
         sizes = ranks(gradients.shapes, groups, self._rank)
-        # Coefficients go with samples: they are no start for a subspace of other ones.
-        last = self._last.parts if self._last and self._gradients.fixed else {}
-        coefficients = {
+        parts = {
             names: Subspace.from_gradients(
-                gradients.select(names), rank, solver=self._solver, previous=last.get(names)
+                gradients.select(names), rank, solver=self._solver, previous=self._last.get(names)
             )
             for names, rank in zip(groups, sizes, strict=True)
         }
-        self._last = Span(coefficients)
-        self._check(self._last)
+        self._check(Span(parts))
+        if self._gradients.fixed:  # they go with the samples, and are no start for other ones
+            self._last = {names: part.coefficients for names, part in parts.items()}
         return Span(
             {
                 names: part.explicit() if _explicit_pays(part, products) else part
-                for names, part in coefficients.items()
+                for names, part in parts.items()
             }
         )
 

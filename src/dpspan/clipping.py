@@ -44,7 +44,7 @@ class AutomaticClipping:
         return clip / (norm + self.stability)
 
 
-def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float) -> Tensor:
+def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float | Tensor) -> Tensor:
     """The rule's factors, never above C/‖g‖, and zero for a gradient that is not finite.
 
     A NaN or Inf gradient must not pass (it would tell that its owner took part), and a rule,
@@ -53,12 +53,15 @@ def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float) -> Tensor
     """
     if len(norm_bounds) == 0:
         return norm_bounds
-    chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
+    if isinstance(clip, Tensor):  # one per sample
+        chosen = torch.vmap(rule.factor)(norm_bounds, clip)  # type: ignore[arg-type]
+    else:
+        chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
     factors = torch.minimum(chosen, clip / norm_bounds)
     usable = torch.isfinite(norm_bounds) & torch.isfinite(factors)
     return torch.where(usable, factors.clamp(min=0.0), torch.zeros_like(factors))
 
 
-def describe(rule: ClippingRule) -> str:
-    """The rule's name and public configuration, the same in every process."""
+def describe(rule: object) -> str:
+    """A rule's (or other part's) name and public configuration, the same in every process."""
     return repr(rule) if dataclasses.is_dataclass(rule) else type(rule).__qualname__

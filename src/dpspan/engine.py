@@ -394,7 +394,10 @@ class PrivacyEngine:
         data = PublicData.of(warm_start.data)
         refuse_overlap(data, private.dataset, private.collate_fn)
         result = dataclasses.replace(warm_start, data=data).run(module, criterion)
-        detail = f"warm start: {result.epochs} epochs"
+        detail = (
+            f"warm start: {result.epochs} epochs of Adam at {warm_start.learning_rate:g}, batches "
+            f"of {warm_start.batch_size}, seed {warm_start.seed}"
+        )
         self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         _logger.info("dpspan: %s of public training", detail)
 

@@ -114,8 +114,7 @@ class PerSampleGradients:
                 f"got {tuple(weights.shape)}."
             )
         weights = (weights * self.scale).to(self.like)
-        # A subnormal weight is rounded coarsely, possibly up: it becomes zero.
-        weights = weights.masked_fill(weights.abs() < torch.finfo(weights.dtype).tiny, 0.0)
+        weights = weights.masked_fill(~usable_weights(weights), 0.0)
         dropped: Tensor | None = weights == 0
         # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.
         if finite or (weights.device.type == "cpu" and not bool((weights == 0).any())):
@@ -231,7 +230,7 @@ class PerSampleGradients:
         same = PerSampleGradients(
             self.shapes, terms, self.samples, like=self.like, scale=self.scale
         )
-        same.packs = self._packed(other._together)
+        same.packs = same._packed(other._together)
         return same
 
     @cached_property
@@ -265,6 +264,11 @@ class PerSampleGradients:
         if not self.packs:
             return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
         return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
+
+
+def usable_weights(weights: Tensor) -> Tensor:
+    """Which weights `combine` uses: a subnormal one is rounded coarsely, possibly up."""
+    return weights.isfinite() & (weights.abs() >= torch.finfo(weights.dtype).tiny)
 
 
 def _total(terms: Sequence[Term], row_size: int) -> Term:

@@ -196,7 +196,11 @@ def _in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[in
         indices = range(start, min(start + size, len(dataset)))
         try:
             together = [(len(indices), _collated(dataset, indices, collate_fn))]
-        except RuntimeError:  # "stack expects each tensor to be equal size"
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+        ):  # "stack expects each tensor to be equal size"
             together = [(1, _collated(dataset, [index], collate_fn)) for index in indices]
         yield from together
 

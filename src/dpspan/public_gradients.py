@@ -193,9 +193,10 @@ class _GivenLabels:
 Losses = Callable[[nn.Module, PublicPiece], Tensor]
 
 
-def _user_loss(loss: Callable[..., Tensor], labels: Labels) -> Losses:
+def _user_loss(loss: Callable[..., Tensor]) -> Losses:
     def losses(model: nn.Module, piece: PublicPiece) -> Tensor:
-        return loss(model, piece.inputs, piece.labels) if labels.real else loss(model, piece.inputs)
+        given = (piece.inputs,) if piece.labels is None else (piece.inputs, piece.labels)
+        return loss(model, *given)
 
     return losses
 
@@ -284,7 +285,7 @@ class PublicGradients:
 
     At most `samples` of them, a fresh random choice at each refresh if the data hold more,
     computed `piece` samples at a time. `loss(model, inputs[, labels])` gives one loss per sample;
-    it gets labels if they are real. Without it the loss is the run's `criterion`.
+    it gets labels where there are any. Without it the loss is the run's `criterion`.
     """
 
     def __init__(
@@ -329,6 +330,20 @@ class PublicGradients:
                 [self._gradients(PublicPiece(refresh, *part)) for part in self._parts(refresh)]
             )
 
+    def try_one(self) -> None:
+        """Run the loss on one public sample: what does not fit is refused before training."""
+        model = self._model
+        with torch.no_grad(), _left_as_found(model, self._generator(0, _MODEL)):
+            device = next(model.parameters()).device
+            indices, inputs, labels = next(self.data.pieces(1))
+            piece = PublicPiece(0, indices, move(inputs, device), move(labels, device))
+            losses = self._losses(model, piece)
+        if losses.shape != (1,):
+            raise ValueError(
+                "Expected public_loss to return one loss per sample, shape (1,) for one sample, "
+                f"got {tuple(losses.shape)}. Use reduction='none' and average over what is left."
+            )
+
     def _parts(self, refresh: int) -> Iterable[_Samples]:
         device = next(self._model.parameters()).device
         if not self.fixed:
@@ -361,7 +376,7 @@ def _losses_by(
     data: PublicData,
 ) -> Losses:
     if loss is not None:
-        return _user_loss(loss, labels)
+        return _user_loss(loss)
     if criterion is None:
         raise ValueError(
             "GEP and PDPSGD need a loss for the public samples: pass criterion= to make_private, "

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpspan.gradients import Pack, PerSampleGradients
+from dpspan.gradients import Pack, PerSampleGradients, usable_weights
 from dpspan.layers.embedding import Lookup
 from dpspan.layers.linear import Outer
 from dpspan.layers.pairs import line_blocks
@@ -25,6 +25,7 @@ from dpspan.layers.terms import Rows, Stack, Term
 from dpspan.numerics import Arithmetic, bounds, exact, squared_norms
 
 _FLOAT64 = Arithmetic(2.0**-53, 0.0)
+_LEAST = 2.0**-53  # no error below is smaller than this share of a length
 
 
 class Residual:
@@ -56,16 +57,20 @@ class Residual:
 
     def anchor_weights(self, weights: Tensor) -> Tensor:
         """−Aᵀw: what a weighted sum of residuals takes from each of the gradients H."""
-        # A weight that `combine` drops as subnormal is dropped here too; and 0 · NaN is not 0.
-        tiny = torch.finfo(self._gradients.like.dtype).tiny
-        whole = (weights * self._gradients.scale).to(self._gradients.like).abs() >= tiny
-        kept = torch.where(whole.unsqueeze(1), self._shares, 0.0)
+        # A weight that is dropped there is dropped here too; and 0 · NaN is not 0.
+        used = usable_weights((weights * self._gradients.scale).to(self._gradients.like))
+        weights = torch.where(used, weights, 0.0)
+        kept = torch.where(used.unsqueeze(1), self._shares, 0.0)
         return -(weights.to(kept) @ kept)
+
+    def own_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        """wᵀJ, of the very gradients that were measured."""
+        return self._gradients.combine(weights)
 
     @exact()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀ(J − A H), by parameter."""
-        own = self._gradients.combine(weights)
+        own = self.own_sum(weights)
         spanned = self._anchors.combine(self.anchor_weights(weights))
         return {name: own[name] + spanned[name] for name in own}
 
@@ -80,7 +85,10 @@ class Residual:
         # In the units of J as it was recorded; the scale comes back at the end.
         shares = self._shares * (self._anchors.scale / scale)
         # The length of what is taken off each row, pack by pack, if nothing in it cancelled.
-        taken = dict(zip(anchors, self._anchors.pack_magnitudes @ shares.abs().T, strict=True))
+        lengths = self._anchors.pack_magnitudes
+        # (`combine` drops weights that are subnormal: no more than the last term.)
+        lost = torch.finfo(self._gradients.like.dtype).tiny * lengths.sum(1, keepdim=True)
+        taken = dict(zip(anchors, lengths @ shares.abs().T + lost / _LEAST, strict=True))
         rounded = shares.to(self._gradients.like)
         value = torch.zeros(len(shares), dtype=torch.float64, device=shares.device)
         bound = value.clone()
@@ -119,7 +127,7 @@ def _by_rows(own: Pack, anchors: Pack, shares: Tensor, taken: Tensor) -> tuple[T
     if isinstance(own.term, Rows):  # of g = r + Σ a_j h_j, rather than one more pass over the rows
         return square, (mine + arithmetic.norm) * square.sqrt() + 2 * (mine + others) * taken
     length = own.term.magnitudes().sqrt()
-    return square, arithmetic.norm * square.sqrt() + mine * length + others * taken
+    return square, arithmetic.norm * square.sqrt() + (mine + others) * length + others * taken
 
 
 def _by_kernel(

@@ -54,7 +54,8 @@ class Lanczos:
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor, previous=None)
         # A start of its own: ARPACK's is random, and other signs in other processes would cancel.
-        start = gram.diagonal().sqrt().cpu().numpy()
+        # A column of K: one that K takes to zero would be no start.
+        start = gram[:, gram.diagonal().argmax()].cpu().numpy()
         found, directions = scipy.sparse.linalg.eigsh(
             gram.cpu().numpy(), k=rank, which="LA", v0=start
         )

@@ -41,7 +41,7 @@ class Span:
         """Each gradient's coordinates in the subspaces, and what lies outside of them."""
         splits = [part.split(gradients.select(names)) for names, part in self.parts.items()]
         embedding = torch.cat([embedding for embedding, _ in splits], dim=1)
-        return embedding, GroupResidual(gradients, [residual for _, residual in splits])
+        return embedding, GroupResidual([residual for _, residual in splits])
 
     def weights(self, z: Tensor) -> Tensor:
         """A vector of the subspaces as weights of the gradients they are made of."""
@@ -71,8 +71,8 @@ class Span:
 class GroupResidual:
     """What lies outside of the subspaces of all groups, as one vector per sample."""
 
-    def __init__(self, gradients: PerSampleGradients, parts: Sequence[Residual]) -> None:
-        self._gradients, self._parts = gradients, parts
+    def __init__(self, parts: Sequence[Residual]) -> None:
+        self._parts = parts
 
     def norm_bounds(self) -> Tensor:
         """Upper bounds of the norms, (n,) float64."""
@@ -81,7 +81,7 @@ class GroupResidual:
     def combine(self, weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """A weighted sum in two parts: of the gradients, and what to take off as `Span.combine`."""
         taken = torch.cat([part.anchor_weights(weights) for part in self._parts])
-        return self._gradients.combine(weights), taken
+        return _merged([part.own_sum(weights) for part in self._parts]), taken
 
 
 def _merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpspan.gradients import PerSampleGradients
-from dpspan.layers.pairs import inner
+from dpspan.layers.pairs import inner, line_blocks
 from dpspan.layers.terms import Rows
 from dpspan.numerics import Arithmetic, exact
 from dpspan.residual import Residual
@@ -51,12 +51,12 @@ class Subspace:
         rank: int,
         *,
         solver: Solver | None = None,
-        previous: Subspace | None = None,
+        previous: Tensor | None = None,
     ) -> Subspace:
         """The top `rank` principal directions of the gradients (fewer, if they span fewer).
 
-        `previous` is the subspace of the step before, on the same samples: an iterative solver
-        starts from it.
+        `previous` are the coefficients of the step before, on the same samples: an iterative
+        solver starts from them.
         """
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"Expected rank an int of at least 1, got {rank!r}.")
@@ -72,8 +72,8 @@ class Subspace:
             gram += inner(term, term, shape) if by_kernel is None else by_kernel
         gram *= gradients.scale**2
         start = None
-        if previous is not None and previous.coefficients.shape == (min(rank, m), m):
-            start = previous.coefficients
+        if previous is not None and previous.shape == (min(rank, m), m):
+            start = previous
         solver = Eigh() if solver is None else solver
         floor = _rounding(gradients)
         # Solvers have errors of their own for what is not finite; here it gives no directions.
@@ -171,8 +171,9 @@ class Subspace:
         c = (self.coefficients * self.gradients.scale).to(self.gradients.like)
         rows: dict[str, list[Any]] = {}
         for name, term in self.gradients.terms.items():
-            basis = c @ term.rows(0, term.samples)
-            rows[name] = [Rows(basis.view(len(c), *self.gradients.shapes[name]))]
+            shape = self.gradients.shapes[name]
+            parts = [c @ lines for lines, _ in line_blocks(term, term, shape)]
+            rows[name] = [Rows(torch.cat(parts, dim=1).view(len(c), *shape))]
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
         return Subspace(

@@ -34,6 +34,10 @@ from dpspan.noise import Noise
 EMBEDDING = "subspace:embedding"
 ANCHORS = "subspace:anchors"  # −Σ_i A_i: the residuals' part in the span of public gradients
 
+# Residuals are summed as Σ f_i g_i − (Σ f_i A_i) H, where most may cancel. What rounding leaves of
+# that is relative to ‖f_i g_i‖, so residuals count as no shorter than this share of the embedding.
+_CANCELLATION = 2.0**-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class GEP(SubspaceMethod):
@@ -44,7 +48,7 @@ class GEP(SubspaceMethod):
         embedding_share: the embedding's part of the privacy of a step, between 0 and 1: z1 =
             z/√share, z2 = z/√(1 − share). Equal parts, z1 = z2 = √2·z, by default.
         leftover: clip the residual first and let the embedding use what it left of the joint
-            sensitivity: never clips more than separate clips.
+            sensitivity: with flat clipping, never clips more than separate clips.
         clean_residual: take the part inside the subspace off the noisy residual, where there is
             only noise (post-processing).
     """
@@ -122,7 +126,7 @@ class GEPMechanism(SubspaceMechanism):
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) as a sum of private and public gradients."""
         w, residual = self._keeper.span().split(gradients)
-        bounds = residual.norm_bounds()
+        bounds = torch.maximum(residual.norm_bounds(), _CANCELLATION * lengths(w))
         r_factors = clip_factors(self._clipping, bounds, self._s2)
         w_factors = clip_factors(self._clipping, lengths(w), self._s1)
         if self._leftover:
@@ -134,8 +138,7 @@ class GEPMechanism(SubspaceMechanism):
         """Clip each embedding so that share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² ≤ 1."""
         used = torch.nan_to_num(r_norms / self._s2).clamp(max=1.0).square()
         room = self._s1 * ((1 - (1 - self._share) * used) / self._share).sqrt()
-        # In units of what each sample has room for, so that one rule serves all of them.
-        return clip_factors(self._clipping, lengths(w) / room, 1.0)
+        return clip_factors(self._clipping, lengths(w), room)
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """Both sums with their noise, together in parameter space."""
@@ -144,15 +147,15 @@ class GEPMechanism(SubspaceMechanism):
         span = self._keeper.span()
         w = noise.add({EMBEDDING: total[EMBEDDING]}, std1)[EMBEDDING]
         own = {name: v for name, v in total.items() if name not in (EMBEDDING, ANCHORS)}
-        r = noise.add(own, std2)
-        weights = total[ANCHORS] + span.weights(w)
+        # Noise comes last: `own` alone may be far longer than the residuals it is a part of, and
+        # in floating point it would swallow noise of their size.
         if self._clean:
-            # B(r + residuals' public part) is noise alone, up to clipping: w takes it off again.
-            outside = _sum(r, span.combine(total[ANCHORS]))
-            weights = weights - span.weights(span.embed_vector(outside))
-        gradient = _sum(r, span.combine(weights))
+            r = noise.add(_sum(own, span.combine(total[ANCHORS])), std2)
+            gradient = _sum(r, span.lift(w - span.embed_vector(r)))
+        else:
+            together = total[ANCHORS] + span.weights(w)
+            gradient = noise.add(_sum(own, span.combine(together)), std2)
         size = sum(value.numel() for value in own.values())
-        # Nothing else may be looked at: r without its public part is longer than its noise covers.
         energy = {"embedding": span.dimensions * std1**2, "residual": size * std2**2}
         self._keeper.finish(w, gradient, energy)
         return gradient

@@ -16,7 +16,7 @@ from dpspan.mechanisms.base import Setting, Sums
 from dpspan.public import PublicData
 from dpspan.public_gradients import Labels, PublicGradients, labels_of
 from dpspan.solvers import Eigh, Solver
-from dpspan.span import Groups, Span
+from dpspan.span import Groups, Span, grouped
 from dpspan.subspace import stable_rank
 
 
@@ -29,8 +29,8 @@ class SubspaceMethod:
         rank: k, the number of directions.
         clip: the clip of the embedding (GEP) or of the gradient (PDP-SGD).
         public_labels: 'random' (drawn once), 'real', or `RandomLabels(redraw=True)`.
-        public_loss: `public_loss(model, *batch)`, one loss per public sample, if the engine's
-            criterion on the model's outputs is not the right one.
+        public_loss: `public_loss(model, inputs)`, or `(model, inputs, labels)` where the public
+            data have labels, gives one loss per sample; by default the engine's criterion does.
         public_samples: at most so many public samples span the subspace; of a larger public
             dataset, so many are drawn at every refresh.
         groups: the parameters' groups, each with a basis of its own: a number of contiguous
@@ -40,9 +40,10 @@ class SubspaceMethod:
         subspace: `RandomSubspace(rank)` instead of public data.
         clipping: the rule for clip factors.
         diagnose: note spectrum, drift and noise every so many steps; 0: never.
+        seed: of what is random about public samples (which of them, dropout); no secret.
     """
 
-    public: Any = None
+    public: Any = field(default=None, repr=False, compare=False)
     rank: int | None = None
     clip: float | None = None
     public_labels: str | Labels = "random"
@@ -67,9 +68,19 @@ class SubspaceMethod:
             raise ValueError(f"Expected rank an int of at least 1 in {name}, got {self.rank!r}.")
         if self.subspace is not None and self.rank not in (None, self.subspace.rank):
             raise ValueError(f"Expected one rank, got rank={self.rank} and {self.subspace}.")
+        if self.subspace is not None and self.groups != 1:
+            raise ValueError("A random subspace has no groups: leave groups= out.")
+        if isinstance(self.groups, int) and self.groups < 1:
+            raise ValueError(f"Expected groups of at least 1, got {self.groups}.")
+        if not isinstance(self.groups, int) and not callable(self.groups):
+            raise ValueError(
+                "Expected groups to be a number of groups or a function from a parameter's name to "
+                f"its group (dpspan.by_stage), got {self.groups!r}."
+            )
         if self.clip is not None and not 0 < self.clip < float("inf"):
             raise ValueError(f"Expected clip > 0, got {self.clip}.")
-        for field_name, least in (("refresh", 1), ("public_samples", 1), ("diagnose", 0)):
+        numbers = (("refresh", 1), ("public_samples", 1), ("diagnose", 0), ("seed", 0))
+        for field_name, least in numbers:
             value = getattr(self, field_name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(
@@ -109,6 +120,9 @@ class SubspaceMethod:
             piece=setting.max_physical_batch_size,
             seed=self.seed,
         )
+        gradients.try_one()
+        shapes = {n: p.shape for n, p in setting.model.named_parameters() if p.requires_grad}
+        grouped(shapes, self.groups)
         return PublicSpan(
             gradients, rank=self.rank, groups=self.groups, solver=self.solver, warn=setting.warn
         )
@@ -121,18 +135,20 @@ class SubspaceMethod:
             "subspace": "public gradients" if public else repr(self.subspace),
             "rank": self.rank if self.subspace is None else self.subspace.rank,
             "clip": self.clip_norm,
-            "public_labels": repr(labels_of(self.public_labels)) if public else None,
+            "public_labels": describe(labels_of(self.public_labels)) if public else None,
             "public_loss": _name(self.public_loss),
             "public_samples": self.public_samples if public else None,
             "groups": self.groups if isinstance(self.groups, int) else _name(self.groups),
             "refresh": self.refresh,
-            "solver": repr(self.solver),
+            "solver": describe(self.solver) if public else None,
+            "seed": self.seed,
             "clipping": describe(self.clipping),
         }
 
 
 def _name(function: Callable[..., Any] | None) -> str | None:
-    return None if function is None else getattr(function, "__qualname__", repr(function))
+    """The same in every process: no addresses."""
+    return None if function is None else getattr(function, "__qualname__", type(function).__name__)
 
 
 class SpanKeeper:
