@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpspan
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.linear import Outer
-from dpspan.models import ResNet20
+from dpspan.mechanisms import Setting
+from dpspan.models import PaperCNN, ResNet20
+from dpspan.noise import Noise
 from oracle import per_sample_matrix
 from problems import PROBLEMS, loss_per_sample, make
 
@@ -82,3 +84,53 @@ def test_a_step_never_waits_for_the_gpu() -> None:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gep_agrees_with_the_cpu(tf32: bool, groups: int) -> None:
+    """The same sums from both; on a GPU kept rows are packed, and products may be in TF32."""
+    x, y, public = torch.randn(20, 1, 28, 28), torch.arange(20) % 10, torch.randn(30, 1, 28, 28)
+    sums = []
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = PaperCNN().to(device)
+        setting = Setting(model=model, criterion=nn.CrossEntropyLoss())
+        method = dpspan.GEP(public=public, rank=12, groups=groups, clip=1.0, residual_clip=0.3)
+        mechanism = method.bind(setting)
+        batch = x.to(device), y.to(device)
+        total = mechanism.clipped_sum(dpspan.per_sample_gradients(model, losses, *batch))
+        released = mechanism.release(total, Noise(seed=0), 0.0)
+        sums.append(torch.cat([v.flatten().cpu() for v in released.values()]))
+    assert (sums[0] - sums[1]).norm() <= (2e-2 if tf32 else 2e-3) * sums[0].norm()
+
+
+def test_a_gep_step_does_not_wait_for_the_gpu() -> None:
+    data = TensorDataset(torch.randn(400, 1, 28, 28), torch.arange(400) % 10)
+    model = PaperCNN().cuda()
+    model, optimizer, loader = dpspan.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(data, batch_size=40),
+        criterion=None,
+        method=dpspan.GEP(
+            public=torch.randn(60, 1, 28, 28),
+            public_loss=lambda model, inputs: model(inputs).logsumexp(1),
+            rank=20,
+            solver=dpspan.PowerIteration(),
+        ),
+        noise_multiplier=1.0,
+    )
+    for number, (images, labels) in enumerate(loader):
+        batch = images.cuda(), labels.cuda()
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        try:
+            nn.CrossEntropyLoss()(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y, reduction="none")

@@ -50,7 +50,7 @@ def test_both_scripts_learn(name: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (EXAMPLES.parent / "README.md").read_text()
-    training, expert = (part.split("```")[0] for part in text.split("```python\n")[1:])
+    training, method, expert = (part.split("```")[0] for part in text.split("```python\n")[1:])
     torch.manual_seed(0)
     x, y = torch.randn(40, 6), torch.randint(0, 2, (40,))
     model = torch.nn.Linear(6, 2)
@@ -67,7 +67,18 @@ def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert 3.0 - 1e-3 <= names["engine"].get_epsilon() <= 3.0
     assert (tmp_path / "certificate.json").exists()
     names["engine"].detach()
+    exec(method, {"dpspan": dpspan, "public_dataset": torch.randn(9, 6)})
     J = dpspan.per_sample_gradients(model, lambda m, x: m(x).sum(1), x)
     carriers = {"weight": (torch.randn(2, 1), torch.randn(1, 6))}
     batch = {"x": x, "y": y, "H": J, "weights": torch.ones(40), "carriers": carriers}
     exec(expert, {**names, **batch, "F": torch.nn.functional})
+
+
+def test_training_with_public_data(capsys: pytest.CaptureFixture[str]) -> None:
+    load(EXAMPLES / "with_public_data.py").main()
+    lines = capsys.readouterr().out.splitlines()
+    accuracies = {line.split()[0]: float(line.split()[-2]) for line in lines[:3]}
+    assert set(accuracies) == {"DPSGD", "BiasedGEP", "GEP"}
+    assert accuracies["GEP"] > 75  # far above the 10 % of chance, at ε = 1
+    assert lines[3].startswith("step   0: rank 50")
+    assert "GEP: subspace" in lines[-1]
