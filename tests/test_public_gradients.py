@@ -527,7 +527,7 @@ def test_classes_must_be_the_models() -> None:
     y = torch.arange(N) % 3
     for wrong in (3, -1):
         y[5] = wrong
-        message = f"from 0 to 2, the model's classes, got {wrong} at public sample 5"
+        message = f"from 0 to 2, the model's classes, got {wrong} at sample 5 of 'public'"
         with pytest.raises(ValueError, match=message):
             public_gradients(mlp(), (inputs(4), y), labels="real", piece=2)(0)
     y[5] = -100  # ignored

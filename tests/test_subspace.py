@@ -1012,3 +1012,19 @@ def test_refused_subspaces() -> None:
         subspace.project(dict(other.combine(torch.ones(6))))
     with pytest.raises(ValueError, match="same parameters"):
         subspace.drift(Subspace.from_gradients(other, 3))
+
+
+def test_what_lies_outside_by_svd() -> None:
+    """GEP's figures 4, 5 and 7: the share of a batch's gradient outside, and its stable rank."""
+    model, x = make("mlp")
+    J = gradients(model, x)
+    g = J.matrix().double()
+    subspace = Subspace.from_gradients(J, 2)
+    basis = torch.linalg.svd(g, full_matrices=False).Vh[:2]
+    residual = g - g @ basis.T @ basis
+    assert_close(subspace.projection_error(J), residual.sum(0).norm() / g.sum(0).norm(), 1e-8)
+    values = subspace.residual_eigenvalues(J)
+    singular = torch.linalg.svdvals(residual)
+    assert_close(values[: len(singular)], singular.square(), 1e-8)
+    assert_close(stable_rank(values), (residual.norm() / singular[0]).square(), 1e-6)
+    assert subspace.projection_error(J) < Subspace.from_gradients(J, 1).projection_error(J)

@@ -7,8 +7,7 @@ run that was resumed, computes the same gradients.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -23,6 +22,8 @@ from dpspan.errors import DPSpanError
 from dpspan.gradients import PerSampleGradients
 from dpspan.per_sample import per_sample_gradients
 from dpspan.public import PublicData, move
+from dpspan.randomness import seeded
+from dpspan.sample_losses import SampleCriterion, call, check_classes, shapes, takes_classes
 
 # One seed serves several purposes; each draws from a stream of its own.
 _LABELS, _SUBSET, _MODEL = range(3)
@@ -162,30 +163,18 @@ class _DrawnLabels:
 
 
 class _GivenLabels:
-    """The data's own labels. Classes must be the model's: a GPU's own error ends the process."""
+    """The data's own labels, checked when the model's classes are known."""
 
     def __init__(self, criterion: nn.Module, data: PublicData) -> None:
-        self._ignored = getattr(criterion, "ignore_index", -100)
-        self._unchecked = data if _draw_for(criterion) is _classes else None
+        self._criterion = criterion
+        self._unchecked = data if takes_classes(criterion) else None
 
     def __call__(self, piece: PublicPiece, outputs: Tensor) -> Any:
-        if self._unchecked is not None and outputs.dim() > 1:
-            for indices, _, labels in self._unchecked.pieces():
-                self._check(indices, labels, outputs.shape[1])
+        if self._unchecked is not None:
+            advice = "pass public_labels='random'"
+            check_classes(self._unchecked, outputs, self._criterion, otherwise=advice)
             self._unchecked = None
         return piece.labels
-
-    def _check(self, indices: Tensor, labels: Any, classes: int) -> None:
-        if not isinstance(labels, Tensor) or labels.is_floating_point():  # class probabilities
-            return
-        wrong = ((labels < 0) | (labels >= classes)) & (labels != self._ignored)
-        if bool(wrong.any()):
-            sample = int(indices[wrong.nonzero()[0, 0]])
-            raise ValueError(
-                f"Expected public labels from 0 to {classes - 1}, the model's classes, got "
-                f"{int(labels[wrong][0])} at public sample {sample}: renumber them, or pass "
-                "public_labels='random'."
-            )
 
 
 # -- losses -------------------------------------------------------------------------------------
@@ -205,65 +194,20 @@ class _CriterionLoss:
     """One loss per sample by the criterion of the private run."""
 
     def __init__(self, criterion: nn.Module, labels: Labels, data: PublicData) -> None:
-        if not hasattr(criterion, "reduction"):
-            raise ValueError(
-                f"{type(criterion).__name__} has no `reduction`, so it cannot be asked for one "
-                "loss per sample: pass public_loss=, a function that returns them."
-            )
+        self._criterion = SampleCriterion(criterion, instead="public_loss=")
         self._labels = labels.source(criterion, data)
-        # The user's own keeps its reduction, and its hooks: the engine watches private batches.
-        one_by_one: Any = copy.deepcopy(criterion)
-        one_by_one.reduction = "none"
-        self._criterion: nn.Module = one_by_one
 
     def __call__(self, model: nn.Module, piece: PublicPiece) -> Tensor:
-        samples = len(piece.indices)
-        with _explained(f"Public inputs of {_shapes(piece.inputs)} do not fit the model"):
-            returned = _call(model, piece.inputs)
-        outputs = _scores(returned, samples)
+        with _explained(f"Public inputs of {shapes(piece.inputs)} do not fit the model"):
+            returned = call(model, piece.inputs)
+        outputs = self._criterion.outputs(returned, len(piece.indices))
         labels = self._labels(piece, outputs)
-        name = type(self._criterion).__name__
         with _explained(
-            f"{name} cannot compare the model's outputs, {_shapes(outputs)}, with public labels, "
-            f"{_shapes(labels)}; if they need some preparation, pass public_loss="
+            f"{self._criterion.name} cannot compare the model's outputs, {shapes(outputs)}, with "
+            f"public labels, {shapes(labels)}; if they need some preparation, pass public_loss="
         ):
-            # Not by calling the module: its copy has the hooks that it had itself.
-            losses: Tensor = self._criterion.to(outputs.device).forward(outputs, labels)
-        if losses.shape[:1] != (samples,) or losses.numel() > outputs.numel():
-            raise ValueError(
-                f"{name} gives losses of shape {tuple(losses.shape)} for outputs of shape "
-                f"{tuple(outputs.shape)} and reduction='none', not one or more per sample: pass "
-                "public_loss=, a function that returns one loss per sample."
-            )
-        return losses.reshape(samples, -1).mean(1)
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-
-
-def _scores(outputs: Any, samples: int) -> Tensor:
-    """The model's outputs; those of Hugging Face models have them as `logits`."""
-    scores = getattr(outputs, "logits", outputs)
-    by_token = scores is not outputs and isinstance(scores, Tensor) and scores.dim() == 3
-    if by_token or not isinstance(scores, Tensor) or scores.shape[:1] != (samples,):
-        raise ValueError(
-            f"The model returns {_shapes(scores)} for {samples} public samples, and how that "
-            "enters the loss is unknown: pass public_loss=, a function that returns one loss per "
-            "sample."
-        )
-    return scores
-
-
-def _shapes(tree: Any) -> str:
-    """Shapes and dtypes in words."""
-    if isinstance(tree, Mapping):
-        return ", ".join(f"{key}: {_shapes(value)}" for key, value in tree.items())
-    if isinstance(tree, tuple | list):
-        return ", ".join(map(_shapes, tree))
-    if isinstance(tree, Tensor):
-        return f"shape {tuple(tree.shape)} ({str(tree.dtype).removeprefix('torch.')})"
-    return type(tree).__name__
+            entries = self._criterion.entries(outputs, labels)
+        return self._criterion.means(entries, outputs, labels)
 
 
 @contextmanager
@@ -393,15 +337,11 @@ def _left_as_found(model: nn.Module, generator: np.random.Generator) -> Iterator
     """
     found = [(module, dict(module._buffers)) for module in model.modules()]
     copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     seed = int(generator.integers(2**63))
     try:
         for module, buffers in found:
             module._buffers.update({n: b if b is None else copies[b] for n, b in buffers.items()})
-        with torch.random.fork_rng(devices):
-            torch.default_generator.manual_seed(seed)
-            for device in devices:  # torch.manual_seed would also seed those not in use
-                torch.cuda.default_generators[device].manual_seed(seed)
+        with seeded(model, seed):
             yield
     finally:
         for module, buffers in found:

@@ -189,6 +189,25 @@ class Subspace:
         energy = self.embed(gradients).square().sum(1) / norms.clamp(min=tiny)
         return energy.clamp(max=1.0)
 
+    @exact()
+    def projection_error(self, gradients: PerSampleGradients) -> Tensor:
+        """‖Σ r‖/‖Σ g‖: how much of a batch's gradient lies outside (GEP's figures 4 and 7)."""
+        ones = torch.ones(gradients.samples, dtype=torch.float64, device=gradients.device)
+        whole = gradients.combine(ones)
+        inside = self.lift(self.embed(gradients).sum(0))
+        pairs = [(whole[name].double(), inside[name].double()) for name in whole]
+        outside = torch.stack([(g - p).square().sum() for g, p in pairs]).sum()
+        length = torch.stack([g.square().sum() for g, _ in pairs]).sum()
+        return (outside / length.clamp(min=torch.finfo(length.dtype).tiny)).sqrt()
+
+    @exact()
+    def residual_eigenvalues(self, gradients: PerSampleGradients) -> Tensor:
+        """Eigenvalues of the Gram matrix of what lies outside, descending (GEP's figure 5)."""
+        embedding = self.embed(gradients)
+        left = gradients.gram(gradients) - embedding @ embedding.T
+        values: Tensor = torch.linalg.eigvalsh(left)
+        return values.flip(0).clamp(min=0)
+
     def drift(self, earlier: Subspace) -> Tensor:
         """How far this subspace is from an earlier one: mean of sin² of the principal angles.
 

@@ -7,9 +7,8 @@ and trains on all samples for as many. Nothing else is learnt from the held-out 
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -17,10 +16,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpspan.capture import captures_on
 from dpspan.checks import check_count, check_number, expect
 from dpspan.public import PublicData, move
+from dpspan.randomness import seeded
+from dpspan.sample_losses import SampleCriterion, call, check_classes, takes_classes
 
 # Of fewer samples, the one held out would say nothing about the others.
 FEWEST_TO_SPLIT = 5
@@ -83,16 +85,16 @@ class WarmStart:
         the model is as it was. Its modes and torch's random state always are.
         """
         _check_model(model)
-        losses = _sample_losses(self.loss, criterion)
+        losses = _CriterionLoss(criterion) if self.loss is None else self.loss
         with (
-            _own_randomness(model, self.seed) as reseed,
+            seeded(model, self.seed) as reseed,
             _put_back_on_error(model) as found,
             torch.enable_grad(),
             _progress_bar(visible=progress) as bar,
         ):
             data = _labelled(self.data)
-            if self.loss is None:
-                _check_labels(model, criterion, data)
+            if isinstance(losses, _CriterionLoss):
+                losses.check_labels(model, data)
             searched, held_out = self._split(data.count)
 
             def from_the_start(samples: Tensor) -> _Trainer:
@@ -272,72 +274,38 @@ def _put_back_on_error(model: nn.Module) -> Iterator[_Found]:
         found.restore_modes()
 
 
-@contextmanager
-def _own_randomness(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
-    """Random numbers by this seed, and again by it on demand; torch's state is as before after.
-
-    Generator by generator: torch.manual_seed would also seed the devices that are not in use.
-    """
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-
-    def reseed() -> None:
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
-
-    with torch.random.fork_rng(devices):
-        reseed()
-        yield reseed
-
-
 def _progress_bar(*, visible: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), disable=not visible)
 
 
-def _sample_losses(loss: SampleLosses | None, criterion: nn.Module | None) -> SampleLosses:
-    if loss is not None:
-        return loss
-    if criterion is None:
-        raise ValueError(
-            "Expected a criterion or a loss to train with on public data, got neither. Pass "
-            "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
-        )
-    if not hasattr(criterion, "reduction"):
-        raise ValueError(
-            f"{type(criterion).__name__} has no `reduction`, so it cannot be asked for one loss "
-            "per sample: pass WarmStart(loss=...), a function that returns them."
-        )
-    one_by_one: Any = copy.deepcopy(criterion)
-    one_by_one.reduction = "none"
+class _CriterionLoss:
+    """One loss per sample by the criterion of the private run."""
 
-    def losses(model: nn.Module, inputs: Any, labels: Tensor) -> Tensor:
-        outputs = _outputs(model, inputs)
-        # Not by calling the module: its copy has the hooks that it had itself.
-        entries: Tensor = one_by_one.to(outputs.device).forward(outputs, labels)
-        if entries.shape[:1] != outputs.shape[:1] or entries.numel() > outputs.numel():
+    def __init__(self, criterion: nn.Module | None) -> None:
+        if criterion is None:
             raise ValueError(
-                f"{type(criterion).__name__} gives losses of shape {tuple(entries.shape)} for "
-                f"outputs of shape {tuple(outputs.shape)} and labels of shape "
-                f"{tuple(labels.shape)}, not one or more per sample. Give the labels the shape "
-                "that the criterion expects, or pass WarmStart(loss=...)."
+                "Expected a criterion or a loss to train with on public data, got neither. Pass "
+                "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
             )
-        return entries.reshape(len(outputs), -1).mean(1)
+        self._given = criterion
+        self._criterion = SampleCriterion(criterion, instead="WarmStart(loss=...)")
 
-    return losses
+    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        samples = len(tree_leaves(labels)[0])
+        outputs = self._criterion.outputs(call(model, inputs), samples)
+        entries = self._criterion.entries(outputs, labels)
+        return self._criterion.means(entries, outputs, labels)
 
-
-def _outputs(model: nn.Module, inputs: Any) -> Tensor:
-    """What the model gives for a batch; Hugging Face models have it as `logits`."""
-    outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-    scores: Tensor = getattr(outputs, "logits", outputs)
-    if scores is not outputs and scores.dim() == 3:  # by token, with the classes in the end
-        raise ValueError(
-            f"The model gives scores by token, shape {tuple(scores.shape)}, and how they enter the "
-            "loss is unknown: pass WarmStart(loss=...), a function that returns one loss per "
-            "sample."
-        )
-    return scores
+    def check_labels(self, model: nn.Module, data: PublicData) -> None:
+        """All of them before training, not one by one as they come."""
+        if not takes_classes(self._given):
+            return
+        model.eval()
+        with torch.no_grad():
+            _, inputs, _ = next(data.pieces(1))
+            outputs = self._criterion.outputs(call(model, move(inputs, _device(model))), 1)
+        check_classes(data, outputs, self._given, otherwise="leave out samples of other classes")
 
 
 def _labelled(source: object) -> PublicData:
@@ -360,28 +328,6 @@ def _check_model(model: nn.Module) -> None:
             "The model belongs to a private run, which would take public samples for private ones. "
             "Warm start it before make_private, or call detach() on its engine first."
         )
-
-
-def _check_labels(model: nn.Module, criterion: nn.Module | None, data: PublicData) -> None:
-    """Class labels must be the model's classes; on a GPU the loss itself would end the process."""
-    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-        return
-    model.eval()
-    with torch.no_grad():
-        _, inputs, _ = next(data.pieces(1))
-        classes = _outputs(model, move(inputs, _device(model))).shape[1]
-    for indices, _, labels in data.pieces(1024):
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return  # not class numbers, but probabilities
-        wrong = ((labels < 0) | (labels >= classes)) & (labels != criterion.ignore_index)
-        if bool(wrong.any()):
-            at = int(wrong.reshape(len(labels), -1).any(1).nonzero()[0])
-            raise ValueError(
-                f"Expected public labels from 0 to {classes - 1}, one for each class of the model, "
-                f"got {int(labels[wrong][0])} at sample {int(indices[at])} of '{data.name}'. "
-                "Renumber the labels as the private data has them, and leave out samples of other "
-                "classes."
-            )
 
 
 def _device(model: nn.Module) -> torch.device:
