@@ -17,6 +17,7 @@ from dpspan.ledger import Ledger as Ledger
 from dpspan.mechanisms import DPSGD as DPSGD
 from dpspan.mechanisms import GEP as GEP
 from dpspan.mechanisms import PDPSGD as PDPSGD
+from dpspan.mechanisms import RGP as RGP
 from dpspan.mechanisms import BiasedGEP as BiasedGEP
 from dpspan.per_sample import per_sample_gradients as per_sample_gradients
 from dpspan.public import PublicData as PublicData

@@ -7,3 +7,4 @@ from dpspan.mechanisms.dpsgd import DPSGD as DPSGD
 from dpspan.mechanisms.gep import GEP as GEP
 from dpspan.mechanisms.gep import BiasedGEP as BiasedGEP
 from dpspan.mechanisms.pdpsgd import PDPSGD as PDPSGD
+from dpspan.mechanisms.rgp import RGP as RGP

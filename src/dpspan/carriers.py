@@ -1,0 +1,77 @@
+"""Gradient carriers: a weight's gradient G, d_out × d_in, seen through thin matrices L and R.
+
+RGP keeps of G only ∂L = G Rᵀ and ∂R = Lᵀ G, where L is d_out × r with orthonormal columns and R is
+r × d_in with orthonormal rows. What comes back, ∂L R + L ∂R − L Lᵀ ∂L R, is the orthogonal
+projection of G onto the matrices whose columns lie in L or whose rows lie in R. Carriers come from
+weights that have been released, or from chance: never from gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Draw = Callable[[int, int], Tensor]  # a matrix of standard normals, from a public seed
+
+
+class Carrier(NamedTuple):
+    """L and R of one weight."""
+
+    left: Tensor  # (d_out, r)
+    right: Tensor  # (r, d_in)
+
+    def reconstruct(self, left: Tensor, right: Tensor) -> Tensor:
+        """∂L R + L ∂R − L Lᵀ ∂L R."""
+        return (left - self.left @ (self.left.T @ left)) @ self.right + self.left @ right
+
+
+class CarrierSource(Protocol):
+    """Where the carriers of a step come from."""
+
+    def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
+        """Carriers for a weight, as a matrix, that was `first` at step 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The directions of the update so far, W_t − W_0; in the first `warmup` steps those of W_t.
+
+    Found by one power pass (the paper's Algorithm 2): two products, and no SVD.
+    """
+
+    warmup: int = 1
+    iterations: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("warmup", self.warmup), ("iterations", self.iterations)):
+            if not isinstance(value, int) or value < 1:  # W_0 − W_0 has no directions
+                raise ValueError(f"Expected {name} an int of at least 1, got {value!r}.")
+
+    def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
+        """The power method on the historical update."""
+        update = weight if step < self.warmup else weight - first
+        right = draw(rank, weight.shape[1])
+        for _ in range(self.iterations):
+            left = orthonormal(update @ right.T)
+            right = left.T @ update
+        return Carrier(left, orthonormal(right.T).T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chance:
+    """Random directions, new ones at every step: the paper's control, RGP-random."""
+
+    def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
+        """Random L and R."""
+        left, right = (orthonormal(draw(size, rank)) for size in weight.shape)
+        return Carrier(left, right.T)
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """Orthonormal columns that span those of x."""
+    columns: Tensor = torch.linalg.qr(x).Q
+    return columns

@@ -1,0 +1,235 @@
+"""Reparametrized Gradient Perturbation (Yu, Zhang, Chen, Yin, Liu 2021), its Algorithm 1.
+
+    L, R      carriers of each weight: orthonormal, from released weights (`carriers`)
+    ∂L, ∂R    G Rᵀ and Lᵀ G for the gradient G of a weight; r(d_out + d_in) numbers per sample
+    release   Σ clip((∂L, ∂R of all weights, full gradients of the rest), C) + z·C·N(0, I)
+    update    ∂L R + L ∂R − L Lᵀ ∂L R, for any optimizer
+
+Formal guarantee: what is clipped and summed is one vector per sample, the tuple of all its small
+gradients, so one release is a Gaussian mechanism of noise multiplier z. Everything that is trained
+is in it, and every entry gets noise. The update is post-processing.
+
+The model itself is not reparametrized: ∂L and ∂R come from each layer's input and output gradient.
+The part of ∂L inside L takes no part in the update, so it is taken off before the clip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpspan.carriers import Carrier, CarrierSource, Chance, History
+from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
+from dpspan.gradients import PerSampleGradients
+from dpspan.layers.terms import Rows
+from dpspan.mechanisms.base import Setting, Sums
+from dpspan.noise import Noise
+from dpspan.numerics import exact, full_precision
+from dpspan.public import PublicData
+
+_CARRIED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NAMED: dict[str, CarrierSource] = {"history": History(), "random": Chance()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RGP:
+    """RGP with carriers of this rank.
+
+    Args:
+        rank: r, the carriers' rank.
+        clip: C, over all small gradients jointly.
+        carriers: 'history' (W_t − W_0), 'random', or `History(warmup=...)`.
+        layers: which weights are carried, by name; by default all of linear and convolution
+            layers that become smaller. The rest that is trained is released in full.
+        orthogonal: take the part of ∂L inside L off before the clip (the same update, clipped
+            less); False is the paper's tuple.
+        left_only: release ∂L only, as the authors' code trains.
+        clipping: the rule for clip factors.
+        seed: of the random numbers that carriers start from; no secret.
+    """
+
+    rank: int = 1
+    clip: float | None = None
+    carriers: str | CarrierSource = "history"
+    layers: Callable[[str], bool] | None = None
+    orthogonal: bool = True
+    left_only: bool = False
+    clipping: ClippingRule = field(default_factory=FlatClipping)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("rank", self.rank, 1), ("seed", self.seed, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"Expected {name} an int of at least {least}, got {value!r}.")
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ValueError(f"Expected clip > 0, got {self.clip}.")
+        if isinstance(self.carriers, str) and self.carriers not in _NAMED:
+            raise ValueError(f"Expected carriers {' or '.join(_NAMED)}, got {self.carriers!r}.")
+
+    @property
+    def source(self) -> CarrierSource:
+        """Where the carriers come from."""
+        return _NAMED[self.carriers] if isinstance(self.carriers, str) else self.carriers
+
+    @property
+    def clip_norm(self) -> float:
+        """C, 1 if none was given."""
+        return 1.0 if self.clip is None else self.clip
+
+    def with_clip(self, clip: float) -> RGP:
+        """This method with clip C, unless it already has another."""
+        if self.clip not in (None, clip):
+            raise ValueError(
+                f"Expected one clip, got clip={self.clip} in RGP and max_grad_norm={clip}. Give "
+                "one of the two."
+            )
+        return dataclasses.replace(self, clip=clip)
+
+    def bind(self, setting: Setting) -> RGPMechanism:
+        """The mechanism for this run."""
+        return RGPMechanism(self, setting.model)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration."""
+        return {
+            "method": "RGP",
+            "rank": self.rank,
+            "clip": self.clip_norm,
+            "carriers": describe(self.source),
+            "layers": None if self.layers is None else describe(self.layers),
+            "orthogonal": self.orthogonal,
+            "left_only": self.left_only,
+            "clipping": describe(self.clipping),
+            "seed": self.seed,
+        }
+
+
+class RGPMechanism:
+    """One step of RGP."""
+
+    public: tuple[PublicData, ...] = ()
+
+    def __init__(self, method: RGP, model: nn.Module) -> None:
+        self._method = method
+        self._weights = carried_weights(model, method.rank, method.layers)
+        self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
+        self._carriers: dict[str, Carrier] | None = None  # of the present step
+        self._step = 0
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Σ_i clip((∂L, ∂R, …)_i, C)."""
+        small = gradients.compress(self._present_carriers())
+        if self._method.orthogonal:
+            small = self._orthogonal(small)
+        if self._method.left_only:
+            small = small.select([name for name in small.shapes if not name.endswith(":right")])
+        method = self._method
+        return small.combine(clip_factors(method.clipping, small.norm_bounds(), method.clip_norm))
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """The noisy sums, put together to gradients of the weights."""
+        noisy = noise.add(total, std=noise_multiplier * self._method.clip_norm)
+        carriers, self._carriers = self._present_carriers(), None
+        self._step += 1
+        released = {name: value for name, value in noisy.items() if ":" not in name}
+        for name, carrier in carriers.items():
+            left = noisy[f"{name}:left"]
+            if self._method.left_only:
+                update = left @ carrier.right
+            else:
+                update = carrier.reconstruct(left, noisy[f"{name}:right"])
+            released[name] = update.view(self._weights[name].shape)
+        return released
+
+    def _orthogonal(self, small: PerSampleGradients) -> PerSampleGradients:
+        """∂L − L Lᵀ ∂L in place of ∂L: what is left of it in the update."""
+        terms = {name: [term] for name, term in small.terms.items()}
+        for name, carrier in self._present_carriers().items():
+            if f"{name}:left" in small.terms:
+                rows = small.term(f"{name}:left").rows(0, small.samples)
+                left = rows.view(-1, *carrier.left.shape)
+                outside = left - carrier.left @ (carrier.left.T @ left)
+                terms[f"{name}:left"] = [Rows(outside)]
+        return PerSampleGradients(
+            small.shapes, terms, small.samples, like=small.like, scale=small.scale
+        )
+
+    @exact()
+    def _present_carriers(self) -> dict[str, Carrier]:
+        if self._first is None:
+            self._first = {name: _matrix(w).clone() for name, w in self._weights.items()}
+        if self._carriers is None:
+            method, self._carriers = self._method, {}
+            for index, (name, weight) in enumerate(self._weights.items()):
+                # On the CPU and by number: the same in every process and after a resumption.
+                words = np.random.default_rng([method.seed, self._step, index])
+                first = self._first[name]
+
+                def draw(
+                    rows: int,
+                    columns: int,
+                    words: np.random.Generator = words,
+                    like: Tensor = first,
+                ) -> Tensor:
+                    return torch.from_numpy(words.standard_normal((rows, columns))).to(like)
+
+                self._carriers[name] = method.source.carrier(
+                    _matrix(weight), first, method.rank, self._step, draw
+                )
+        return self._carriers
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """RGP notes nothing."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the weights that the history began with."""
+        return {"step": self._step, "first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that step."""
+        if state.keys() != {"step", "first"} or not isinstance(state["step"], int):
+            raise ValueError(f"Expected RGP's state with step and first, got {sorted(state)}.")
+        first = state["first"]
+        expected = {name: _matrix(w).shape for name, w in self._weights.items()}
+        if first is not None and {n: w.shape for n, w in first.items()} != expected:
+            raise ValueError("The state does not fit this run: it carries other weights.")
+        if first is not None:
+            first = {n: w.to(_matrix(self._weights[n])) for n, w in first.items()}
+        self._step, self._first, self._carriers = state["step"], first, None
+
+
+def carried_weights(
+    model: nn.Module, rank: int, layers: Callable[[str], bool] | None
+) -> dict[str, nn.Parameter]:
+    """The trainable weights of linear and convolution layers that carriers make smaller."""
+    of_layers = {module.weight for module in model.modules() if isinstance(module, _CARRIED)}
+    others = {  # a weight tied to an embedding is one of its lines per token
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter not in of_layers - others:
+            continue
+        d_out, d_in = parameter.shape[0], parameter.shape[1:].numel()
+        smaller = rank * (d_out + d_in) < d_out * d_in and rank <= min(d_out, d_in)
+        if smaller and (layers is None or layers(name)):
+            found[name] = parameter
+    if not found:
+        raise ValueError(
+            f"No trainable weight of a linear or convolution layer becomes smaller with rank={rank}"
+            + (" among those that layers= chooses" if layers else "")
+            + ". Lower the rank, or use DPSGD."
+        )
+    return found
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """A weight as d_out × d_in, in at least float32."""
+    return full_precision(weight.detach()).flatten(1)

@@ -1,0 +1,280 @@
+"""RGP: the paper's theorem and corollary, the joint clip, the noise, and training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dpspan import RGP, PrivacyEngine, per_sample_gradients
+from dpspan.carriers import Carrier, Chance, History, orthonormal
+from dpspan.mechanisms import Setting
+from dpspan.mechanisms.rgp import carried_weights
+from dpspan.noise import Noise
+from training import data, network, setup, train, weights
+
+F64 = torch.float64
+CLIP = 0.7
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(7, 9), (7,)),
+    "linear on sequences": (lambda: nn.Linear(7, 9), (5, 7)),
+    "conv1d": (lambda: nn.Conv1d(3, 8, 3, padding=1), (3, 11)),
+    "conv2d": (lambda: nn.Conv2d(3, 8, 3, stride=2, padding=1), (3, 9, 9)),
+    "conv2d in groups": (lambda: nn.Conv2d(4, 8, 3, groups=2, padding=(1, 0)), (4, 6, 7)),
+    "conv3d": (lambda: nn.Conv3d(2, 6, 2), (2, 4, 3, 4)),
+}
+
+
+def carrier(shape: torch.Size, rank: int, seed: int = 0) -> Carrier:
+    g = torch.Generator().manual_seed(seed)
+    d_out, d_in = shape[0], shape[1:].numel()
+    left = orthonormal(torch.randn(d_out, rank, generator=g, dtype=F64))
+    right = orthonormal(torch.randn(d_in, rank, generator=g, dtype=F64)).T
+    return Carrier(left, right)
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x).flatten(1)
+    return (output.sin() * torch.linspace(-1, 2, output.shape[1], dtype=x.dtype)).sum(1)
+
+
+# -- the paper's theorem and corollary ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_small_gradients_are_those_of_the_reparametrized_layer(name: str) -> None:
+    """Theorem 2.1: with W as L R + a constant, autograd gives ∂L and ∂R, sample by sample."""
+    build, shape = LAYERS[name]
+    torch.manual_seed(0)
+    model, x = build().double(), torch.randn(6, *shape, dtype=F64)
+    carriers = carrier(model.weight.shape, 2)
+    small = per_sample_gradients(model, losses, x).compress({"weight": carriers})
+    left, right = (part.clone().requires_grad_() for part in carriers)
+    constant = model.weight.detach() - (left @ right).detach().view_as(model.weight)
+    for i in range(len(x)):
+        weight = (left @ right).view_as(constant) + constant
+        output = torch.func.functional_call(
+            model, {"weight": weight, "bias": model.bias.detach()}, (x[i : i + 1],)
+        ).flatten(1)
+        loss = (output.sin() * torch.linspace(-1, 2, output.shape[1], dtype=F64)).sum()
+        expected = torch.autograd.grad(loss, (left, right))
+        for part, value in zip(("left", "right"), expected, strict=True):
+            row = small.term(f"weight:{part}").rows(i, i + 1)[0]
+            assert torch.allclose(row, value.flatten(), atol=1e-10)
+
+
+def test_the_reconstruction_is_the_orthogonal_projection() -> None:
+    """Corollary 2.1.1, with its minus; with a plus it is no projection at all."""
+    torch.manual_seed(0)
+    carriers = carrier(torch.Size((9, 7)), 2)
+
+    def project(g: Tensor) -> Tensor:
+        return carriers.reconstruct(g @ carriers.right.T, carriers.left.T @ g)
+
+    for _ in range(20):
+        g, h = torch.randn(2, 9, 7, dtype=F64)
+        p = project(g)
+        assert torch.allclose(project(p), p, atol=1e-12)
+        assert abs(float(((g - p) * project(h)).sum())) < 1e-10  # orthogonal to all of them
+        inside = carriers.left @ torch.randn(2, 7, dtype=F64)
+        inside = inside + torch.randn(9, 2, dtype=F64) @ carriers.right
+        assert torch.allclose(project(inside), inside, atol=1e-12)
+        left, right = g @ carriers.right.T, carriers.left.T @ g
+        both = carriers.left @ carriers.left.T @ left @ carriers.right
+        plus = left @ carriers.right + carriers.left @ right + both
+        assert (g - plus).norm() > (g - p).norm() + 1e-3
+        assert torch.allclose(p, plus - 2 * both, atol=1e-12)
+
+
+def test_history_finds_the_directions_of_the_update() -> None:
+    g = torch.Generator().manual_seed(0)
+    first = torch.randn(9, 7, generator=g, dtype=F64)
+    u, v = (torch.randn(size, 2, generator=g, dtype=F64) for size in (9, 7))
+    weight = first + u @ v.T
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=g, dtype=F64)
+
+    found = History().carrier(weight, first, 2, 1, draw)
+    assert torch.allclose(
+        found.reconstruct(u @ v.T @ found.right.T, found.left.T @ (u @ v.T)), u @ v.T
+    )
+    assert torch.linalg.svdvals(orthonormal(u).T @ found.left).min() > 1 - 1e-9
+    # In the warm-up: those of the weight itself, by a power pass on it.
+    warm = History(warmup=5, iterations=30).carrier(weight, first, 2, 4, draw)
+    top = torch.linalg.svd(weight)
+    assert torch.linalg.svdvals(top.U[:, :2].T @ warm.left).min() > 1 - 1e-6
+    assert torch.linalg.svdvals(top.Vh[:2] @ warm.right.T).min() > 1 - 1e-6
+    for source in (History(), Chance()):
+        made = source.carrier(weight, first, 3, 7, draw)
+        assert torch.allclose(made.left.T @ made.left, torch.eye(3, dtype=F64), atol=1e-12)
+        assert torch.allclose(made.right @ made.right.T, torch.eye(3, dtype=F64), atol=1e-12)
+
+
+# -- privacy --------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 8)).double()
+
+
+def flat(sums: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in sums.values()])
+
+
+@pytest.mark.parametrize("options", [{}, {"orthogonal": False}, {"left_only": True}])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e12])
+def test_one_sample_moves_the_joint_tuple_by_at_most_the_clip(options: Any, size: float) -> None:
+    model = small_model()
+    mechanism = RGP(rank=2, clip=CLIP, **options).bind(Setting(model=model))
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+    def scaled(m: nn.Module, x: Tensor) -> Tensor:
+        return size * losses(m, x)
+
+    J = per_sample_gradients(model, scaled, x)
+    alone = [
+        flat(mechanism.clipped_sum(per_sample_gradients(model, scaled, x[i : i + 1])))
+        for i in range(5)
+    ]
+    assert all(one.norm() <= CLIP for one in alone)
+    assert torch.allclose(flat(mechanism.clipped_sum(J)), torch.stack(alone).sum(0), atol=1e-9)
+    if size > 1:
+        assert all(one.norm() > 0.99 * CLIP for one in alone)
+
+
+def test_the_orthogonal_tuple_gives_the_same_update_and_is_shorter() -> None:
+    model = small_model()
+    J = per_sample_gradients(model, losses, torch.randn(4, 12, dtype=F64))
+    results, lengths = [], []
+    for orthogonal in (True, False):
+        mechanism = RGP(rank=2, clip=1e9, orthogonal=orthogonal).bind(Setting(model=model))
+        total = mechanism.clipped_sum(J)
+        lengths.append(flat(total).norm())
+        results.append(flat(mechanism.release(total, Noise(seed=0), 0.0)))
+    assert torch.allclose(results[0], results[1], atol=1e-12)
+    assert lengths[0] < lengths[1]
+
+
+@pytest.mark.parametrize("n", [0, 1, 400])
+def test_every_trained_number_gets_its_noise(n: int) -> None:
+    """Of zero gradients: full ones have variance (zC)², carried ones that of the projection."""
+    model = small_model()
+    model[2].requires_grad_(False)
+    mechanism = RGP(rank=2, clip=CLIP).bind(Setting(model=model))
+    x, z, draws = torch.zeros(n, 12, dtype=F64), 1.3, 1500
+
+    def nothing(m: nn.Module, x: Tensor) -> Tensor:
+        return 0 * m(x).sum(1)
+
+    J = per_sample_gradients(model, nothing, x)
+    noise = Noise(seed=1)
+    released = [mechanism.release(mechanism.clipped_sum(J), noise, z) for _ in range(draws)]
+    assert set(released[0]) == {"0.weight", "0.bias", "3.weight", "3.bias"}  # frozen: not there
+    std = z * CLIP
+    for name, dims in (("0.bias", 10), ("0.weight", 2 * (10 + 12) - 4), ("3.weight", 2 * 18 - 4)):
+        energy = sum(float(step[name].square().sum()) for step in released) / draws
+        expected = dims * std**2
+        assert abs(energy - expected) < 5 * expected * math.sqrt(2 / (dims * draws))
+    for left, right in pairwise(released):
+        assert not torch.equal(left["0.weight"], right["0.weight"])
+
+
+def test_tied_weights_stay_full() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.mix = nn.Embedding(20, 12), nn.Linear(12, 12)
+            self.head = nn.Linear(12, 20, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.mix(self.tokens(tokens)))
+
+    model = Tied()
+    assert set(carried_weights(model, 2, None)) == {"mix.weight"}
+    mechanism = RGP(rank=2, clip=CLIP).bind(Setting(model=model))
+    tokens = torch.randint(0, 20, (3, 4))
+    J = per_sample_gradients(model, lambda m, t: m(t).flatten(1).sin().sum(1), tokens)
+    total = mechanism.clipped_sum(J)
+    assert total["tokens.weight"].shape == (20, 12)
+    assert flat(total).norm() <= 3 * CLIP
+    released = mechanism.release(total, Noise(seed=0), 1.0)
+    assert (released["tokens.weight"] != 0).all()  # tokens that nobody used, too
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", [RGP(rank=1, clip=1.0), RGP(rank=1, clip=1.0, carriers="random")]
+)
+def test_training_learns(method: RGP) -> None:
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = setup(method=method, noise_multiplier=0.3)
+    train(model, optimizer, loader, epochs=40)
+    x, y = data()[:]
+    assert (model(x).argmax(1) == y).float().mean() > 0.8
+    assert engine.certificate(1e-5)["training"]["method"] == "RGP"
+
+
+def test_pieces_and_one_batch_agree() -> None:
+    results = []
+    for pieces in (None, 3):
+        _, model, optimizer, loader = setup(
+            method=RGP(rank=1, clip=1.0),
+            max_physical_batch_size=pieces,
+            module=network().double(),
+            data_loader=DataLoader([(x.double(), y) for x, y in data()], batch_size=10),
+        )
+        train(model, optimizer, loader, epochs=2)
+        results.append(weights(model))
+    assert torch.allclose(results[0], results[1], atol=1e-10)
+
+
+def test_a_resumed_run_has_the_history_it_would_have_had(tmp_path: Path) -> None:
+    engine, model, optimizer, loader = setup(method=RGP(rank=1, clip=1.0))
+    train(model, optimizer, loader)
+    path = engine.save_checkpoint(tmp_path / "run.pt", module=model, optimizer=optimizer)
+    other, again, second, _ = setup(PrivacyEngine(debug_seed=3), method=RGP(rank=1, clip=1.0))
+    with torch.no_grad():
+        for p in again.parameters():
+            p.add_(1.0)  # another start
+    other.load_checkpoint(path, module=again, optimizer=second)
+    mine, theirs = (e._running().mechanism._present_carriers() for e in (engine, other))
+    for name, found in mine.items():
+        assert torch.equal(found.left, theirs[name].left)
+        assert torch.equal(found.right, theirs[name].right)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "rank an int of at least 1"),
+        ({"clip": 0.0}, "clip > 0"),
+        ({"carriers": "svd"}, "carriers history or random"),
+        ({"seed": -1}, "seed an int of at least 0"),
+    ],
+)
+def test_bad_configuration_is_refused(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RGP(**fields)
+
+
+def test_a_rank_that_saves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"becomes smaller with rank=6\. Lower the rank"):
+        RGP(rank=6).bind(Setting(model=network()))
+    with pytest.raises(ValueError, match="among those that layers= chooses"):
+        RGP(rank=1, layers=lambda name: False).bind(Setting(model=network()))
+    with pytest.raises(ValueError, match="Give one of the two"):
+        RGP(clip=1.0).with_clip(2.0)
+    with pytest.raises(ValueError, match="warmup an int of at least 1"):
+        History(warmup=0)
