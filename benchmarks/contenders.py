@@ -94,7 +94,7 @@ def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: An
 
     def step() -> None:
         optimizer.zero_grad()
-        capture.expect(n)
+        capture.expect(n, carriers=mechanism.carriers())
         criterion(model(x), y).backward()
         with torch.no_grad():
             total = mechanism.clipped_sum(capture.collect(scale=n))

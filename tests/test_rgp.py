@@ -249,7 +249,7 @@ def test_a_resumed_run_has_the_history_it_would_have_had(tmp_path: Path) -> None
         for p in again.parameters():
             p.add_(1.0)  # another start
     other.load_checkpoint(path, module=again, optimizer=second)
-    mine, theirs = (e._running().mechanism._present_carriers() for e in (engine, other))
+    mine, theirs = (e._running().mechanism.carriers() for e in (engine, other))
     for name, found in mine.items():
         assert torch.equal(found.left, theirs[name].left)
         assert torch.equal(found.right, theirs[name].right)

@@ -9,7 +9,7 @@ reach a parameter came by a way the capture does not see: that is an error, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.errors import CaptureError
-from dpspan.gradients import PerSampleGradients
+from dpspan.gradients import PerSampleGradients, carried_names
 from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
 from dpspan.layers.terms import Rows, Term
@@ -40,7 +40,8 @@ class Capture:
         self._hidden: set[nn.Parameter] = set()
         self._batch = 0  # tells a late backward pass from one that belongs to this batch
         self.heard = False  # whether a backward pass has reached the expected batch
-        self._terms: dict[nn.Parameter, list[Term]] = {}
+        self._terms: dict[str, list[Term]] = {}
+        self._carriers: Mapping[str, tuple[Tensor, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._generic: list[nn.Module] = []
         self._anchors: dict[torch.device, Tensor] = {}
@@ -60,10 +61,21 @@ class Capture:
 
     # -- the life of a capture ------------------------------------------------------------------
 
-    def expect(self, samples: int, *, discard: bool = False) -> None:
-        """Arm the hooks for a batch of `samples`; `discard` drops what it brings."""
+    def expect(
+        self,
+        samples: int,
+        *,
+        discard: bool = False,
+        carriers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """Arm the hooks for a batch of `samples`; `discard` drops what it brings.
+
+        Of a parameter with `carriers` only its gradient's images in them are kept (see
+        `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
+        during the backward pass.
+        """
         self.disarm()
-        self._expected, self._discard = samples, discard
+        self._expected, self._discard, self._carriers = samples, discard, carriers or {}
 
     def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
         """The per-sample gradients of the expected batch, times `scale`; disarms the hooks."""
@@ -87,11 +99,18 @@ class Capture:
 
     def gradients(self, *, scale: float = 1.0) -> PerSampleGradients:
         """What has been recorded so far."""
-        shapes = {name: p.shape for p, name in self._names.items() if p.requires_grad}
-        terms = {self._names[p]: terms for p, terms in self._terms.items()}
+        shapes: dict[str, torch.Size] = {}
+        for parameter, name in self._names.items():
+            if not parameter.requires_grad:
+                continue
+            if name in self._carriers:
+                parts = zip(carried_names(name), self._carriers[name], strict=True)
+                shapes |= {part: carrier.shape for part, carrier in parts}
+            else:
+                shapes[name] = parameter.shape
         samples = 0 if self._discard else self.samples
         like = next(iter(self._names), torch.empty(0)).detach()
-        return PerSampleGradients(shapes, terms, samples, like=like, scale=scale)
+        return PerSampleGradients(shapes, self._terms, samples, like=like, scale=scale)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -118,7 +137,7 @@ class Capture:
         self._sees_batch = False
         self._expected, self._discard, self.heard = None, False, False
         self._batch += 1
-        self._terms = {}
+        self._terms, self._carriers = {}, {}
 
     def remove(self) -> None:
         """Take every hook off again; the model is as it was."""
@@ -226,7 +245,18 @@ class Capture:
                 "first dimension of every layer's input must be the whole batch: build layers with "
                 "batch_first=True, fold no other dimension into it, and pick or drop no samples."
             )
-        terms = self._terms.setdefault(parameter, [])
+        name = self._names.get(parameter)
+        if name is None:  # unfrozen since: `collect` refuses the batch
+            return
+        if name not in self._carriers:
+            self._put(name, term)
+            return
+        images = term.compress(*self._carriers[name])
+        for part, image in zip(carried_names(name), images, strict=True):
+            self._put(part, Rows(image))
+
+    def _put(self, name: str, term: Term) -> None:
+        terms = self._terms.setdefault(name, [])
         if terms and isinstance(terms[-1], Rows) and isinstance(term, Rows):
             terms[-1] = Rows(terms[-1].values + term.values)
         else:

@@ -171,10 +171,11 @@ class PerSampleGradients:
                 continue
             left, right = carriers[name]
             _check_carriers(name, shape, left, right)
-            shapes[f"{name}:left"], shapes[f"{name}:right"] = left.shape, right.shape
+            names = carried_names(name)
+            shapes |= dict(zip(names, (left.shape, right.shape), strict=True))
             if name in self.terms:
                 small = self.terms[name].compress(left.to(self.like), right.to(self.like))
-                terms[f"{name}:left"], terms[f"{name}:right"] = [Rows(small[0])], [Rows(small[1])]
+                terms |= {part: [Rows(image)] for part, image in zip(names, small, strict=True)}
         unknown = set(carriers) - set(self.shapes)
         if unknown:
             raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
@@ -264,6 +265,11 @@ class PerSampleGradients:
         if not self.packs:
             return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
         return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
+
+
+def carried_names(name: str) -> tuple[str, str]:
+    """What the images of a parameter's gradient in its carriers are called."""
+    return f"{name}:left", f"{name}:right"
 
 
 def usable_weights(weights: Tensor) -> Tensor:

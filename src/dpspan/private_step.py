@@ -68,7 +68,11 @@ class PrivateStep:
         self._guard.expect(piece.samples)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped.
-        self._capture.expect(max(piece.samples, 1), discard=piece.samples == 0)
+        self._capture.expect(
+            max(piece.samples, 1),
+            discard=piece.samples == 0,
+            carriers=self._mechanism.carriers(),
+        )
 
     @property
     def samples(self) -> int:

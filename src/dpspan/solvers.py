@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import scipy.sparse.linalg
 import torch
 from torch import Tensor
@@ -53,12 +54,15 @@ class Lanczos:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor, previous=None)
-        # A start of its own: ARPACK's is random, and other signs in other processes would cancel.
-        # A column of K: one that K takes to zero would be no start.
-        start = gram[:, gram.diagonal().argmax()].cpu().numpy()
-        found, directions = scipy.sparse.linalg.eigsh(
-            gram.cpu().numpy(), k=rank, which="LA", v0=start
-        )
+        # A fixed start: ARPACK's own is random, and signs that differ between processes would
+        # cancel in their sum.
+        start = np.random.default_rng(0).standard_normal(len(gram))
+        try:
+            found, directions = scipy.sparse.linalg.eigsh(
+                gram.cpu().numpy(), k=rank, which="LA", v0=start
+            )
+        except scipy.sparse.linalg.ArpackError:
+            return Eigh()(gram, rank, floor=floor, previous=None)
         values = torch.from_numpy(found.copy()).to(gram).flip(0)
         vectors = torch.from_numpy(directions.copy()).to(gram).flip(1)
         return Basis(_whitened(values, vectors, floor), values)
@@ -88,7 +92,11 @@ class PowerIteration:
         k = gram / scale
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)
-        c = torch.where(there, previous * scale.sqrt(), torch.eye(*previous.shape).to(previous))
+        c = torch.where(
+            there,
+            previous * scale.sqrt(),
+            torch.eye(*previous.shape, dtype=gram.dtype, device=gram.device),
+        )
         for _ in range(self.iterations):
             c = _orthonormalised(c @ k, k)
         c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had

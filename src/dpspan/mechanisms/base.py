@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -38,6 +38,12 @@ class Mechanism(Protocol):
     comes once, in `release`. Adding or removing one sample moves the sums by at most a sensitivity
     that `release` covers with noise worth one Gaussian mechanism of the given noise multiplier.
     """
+
+    def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """The carriers (L, R) of parameters whose gradients this step needs only through them.
+
+        `clipped_sum` then gets 'name:left' and 'name:right' in place of 'name'.
+        """
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Sums of clipped quantities over the samples of one piece; touches private data."""

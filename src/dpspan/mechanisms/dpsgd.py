@@ -7,8 +7,11 @@ release is a Gaussian mechanism of noise multiplier z, subsampled as the batch w
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
@@ -61,6 +64,10 @@ class DPSGDMechanism:
 
     def __init__(self, clip: float, clipping: ClippingRule) -> None:
         self._clip, self._clipping = clip, clipping
+
+    def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """None: gradients are needed in full."""
+        return {}
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(g_i, C), by parameter."""

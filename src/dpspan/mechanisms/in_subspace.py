@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -248,6 +248,10 @@ class SubspaceMechanism:
             products=passes * setting.expected_batch_size,
             diagnose=method.diagnose,
         )
+
+    def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """None: gradients are needed in full."""
+        return {}
 
     @property
     def public(self) -> tuple[PublicData, ...]:

@@ -16,7 +16,7 @@ The part of ∂L inside L takes no part in the update, so it is taken off before
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +123,9 @@ class RGPMechanism:
         self._step = 0
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
-        """Σ_i clip((∂L, ∂R, …)_i, C)."""
-        small = gradients.compress(self._present_carriers())
+        """Σ_i clip((∂L, ∂R, …)_i, C), of gradients seen through `carriers` or still whole."""
+        whole = {n: c for n, c in self.carriers().items() if n in gradients.shapes}
+        small = gradients.compress(whole)
         if self._method.orthogonal:
             small = self._orthogonal(small)
         if self._method.left_only:
@@ -135,7 +136,7 @@ class RGPMechanism:
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The noisy sums, put together to gradients of the weights."""
         noisy = noise.add(total, std=noise_multiplier * self._method.clip_norm)
-        carriers, self._carriers = self._present_carriers(), None
+        carriers, self._carriers = self.carriers(), None
         self._step += 1
         released = {name: value for name, value in noisy.items() if ":" not in name}
         for name, carrier in carriers.items():
@@ -150,7 +151,7 @@ class RGPMechanism:
     def _orthogonal(self, small: PerSampleGradients) -> PerSampleGradients:
         """∂L − L Lᵀ ∂L in place of ∂L: what is left of it in the update."""
         terms = {name: [term] for name, term in small.terms.items()}
-        for name, carrier in self._present_carriers().items():
+        for name, carrier in self.carriers().items():
             if f"{name}:left" in small.terms:
                 rows = small.term(f"{name}:left").rows(0, small.samples)
                 left = rows.view(-1, *carrier.left.shape)
@@ -161,7 +162,8 @@ class RGPMechanism:
         )
 
     @exact()
-    def _present_carriers(self) -> dict[str, Carrier]:
+    def carriers(self) -> Mapping[str, Carrier]:
+        """L and R of the present step."""
         if self._first is None:
             self._first = {name: _matrix(w).clone() for name, w in self._weights.items()}
         if self._carriers is None:

@@ -1,0 +1,319 @@
+"""Membership inference by the loss: can the training samples of a model be told from others?
+
+Yeom et al. (2018) and Sablayrolles et al. (2019) call a sample a member of the training set if its
+loss is small. As in section 5.3 of the RGP paper, the threshold is fitted on one half of the
+samples and the attack is evaluated on the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import binomtest
+from sklearn.metrics import auc, roc_curve
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset
+
+from dpspan.checks import check_count, check_number, expect
+from dpspan.public import move
+from dpspan.randomness import seeded
+from dpspan.sample_losses import SampleCriterion, call
+from dpspan.sampling import PrivateLoader
+
+FEWEST = 20  # of each kind
+FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one
+
+# loss(model, inputs, labels): one loss per sample
+SampleLosses = Callable[..., Tensor]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipResult:
+    """How well the loss tells members of the training set from other samples.
+
+    Everything here is computed from private data without noise: it is for the operator to read,
+    and to publish it costs privacy that no ledger counts. An attack gives a lower bound of what
+    leaks. A high success rate proves a leak, but a rate near 50 % proves nothing: a better attack
+    may succeed where this one fails, and single records may be exposed where the average is not.
+
+    Attributes:
+        success_rate: the mean of the shares of members and of non-members that are told right on
+            the half that the threshold was not fitted on; 0.5 is guessing, whatever the set sizes.
+        confidence: 95 % interval of the success rate (Newcombe's, from Wilson's intervals of the
+            two shares). It covers the choice of the samples evaluated on, for this model and
+            threshold; not how another training run would come out.
+        auc: area under the ROC curve on that half; a tie counts one half.
+        tpr_at_1_percent_fpr: the share of that half's members found when at most 1 % of its
+            non-members are taken for members; NaN if it has fewer than 100 non-members.
+        threshold: a loss of at most this is called a member's; -inf if on the half it was fitted
+            on no threshold did better than to guess.
+        members: number of members given, of which half are evaluated on.
+        non_members: number of non-members given, of which half are evaluated on.
+    """
+
+    success_rate: float
+    confidence: tuple[float, float]
+    auc: float
+    tpr_at_1_percent_fpr: float
+    threshold: float
+    members: int
+    non_members: int
+
+    def describe(self) -> dict[str, Any]:
+        """The result as plain data, None for what is not finite; tagged as not private."""
+        plain = {
+            name: value if not isinstance(value, float) or math.isfinite(value) else None
+            for name, value in asdict(self).items()
+        }
+        return {**plain, "confidence": list(self.confidence), "unprivate": True}
+
+
+def membership_inference(
+    model: nn.Module,
+    members: object,
+    non_members: object,
+    *,
+    loss: SampleLosses | None = None,
+    criterion: nn.Module | None = None,
+    batch_size: int = 512,
+    seed: int = 0,
+) -> MembershipResult:
+    """Attack a model by the losses of its samples; see `MembershipResult` for what that proves.
+
+    The model runs in evaluation mode on its own device and is left as it was, and so is torch's
+    random state. Whether a sample is in both sets is not checked; each set must hold every sample
+    once. A loss of NaN is refused, an infinite one is merely larger than all others.
+
+    Args:
+        model: the trained model.
+        members: samples that it was trained on: a Dataset, DataLoader or tensors, with labels.
+            Give them without random augmentation. A DataLoader is read as it is.
+        non_members: other samples of the same distribution, likewise. If they differ in anything
+            but membership, the attack measures that difference too.
+        loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion;
+            labels are None for samples that have none.
+        criterion: of the training; cross-entropy if neither it nor a loss is given.
+        batch_size: samples at a time; a DataLoader keeps its own.
+        seed: for the halves, and for whatever the model or a DataLoader draws from torch.
+    """
+    check_count("batch_size", batch_size)
+    whole = check_number("seed", seed)
+    expect(isinstance(whole, int) and 0 <= whole < 2**63, "seed a whole number >= 0", seed)
+    losses_of = _sample_losses(loss, criterion)
+    with seeded(model, seed), _evaluating(model), torch.no_grad():
+        inside = _losses("members", members, losses_of, model, batch_size)
+        outside = _losses("non-members", non_members, losses_of, model, batch_size)
+    generator = np.random.default_rng(seed)
+    fit_inside, inside_held_out = _halves(inside, generator)
+    fit_outside, outside_held_out = _halves(outside, generator)
+    threshold = best_threshold(fit_inside, fit_outside)
+    found = int((inside_held_out <= threshold).sum())
+    mistaken = int((outside_held_out <= threshold).sum())
+    rate, confidence = balanced_rate(found, len(inside_held_out), mistaken, len(outside_held_out))
+    _, fpr, tpr = _roc(inside_held_out, outside_held_out)
+    return MembershipResult(
+        success_rate=rate,
+        confidence=confidence,
+        auc=float(auc(fpr, tpr)),
+        tpr_at_1_percent_fpr=tpr_at_1_percent_fpr(inside_held_out, outside_held_out),
+        threshold=threshold,
+        members=len(inside),
+        non_members=len(outside),
+    )
+
+
+# -- from losses to the result --------------------------------------------------------------------
+
+
+def best_threshold(inside: Array, outside: Array) -> float:
+    """The threshold of the best balanced success rate; of equally good ones, the lowest.
+
+    In the middle between the largest loss that is called a member's and the next one.
+    """
+    values, fpr, tpr = _roc(inside, outside)
+    called = int(np.argmax(tpr - fpr))  # so many of the values; never all, which only guesses
+    below = float(values[called - 1]) if called else -math.inf
+    above = float(values[called])
+    middle = below / 2 + above / 2
+    return middle if below <= middle < above else below  # neighbours, or an infinite loss
+
+
+def balanced_rate(
+    found: int, inside: int, mistaken: int, outside: int
+) -> tuple[float, tuple[float, float]]:
+    """The mean of TPR and TNR with its 95 % interval, from `found` of the members and so on.
+
+    It is (1 + TPR − FPR) / 2, and for the difference of two shares Newcombe (1998, method 10) joins
+    Wilson's intervals. They keep a width at shares of 0 and 1, where an attack often ends up.
+    """
+    tpr, fpr = found / inside, mistaken / outside
+    of_tpr = binomtest(found, inside).proportion_ci(0.95, method="wilson")
+    of_fpr = binomtest(mistaken, outside).proportion_ci(0.95, method="wilson")
+    rate = (1 + tpr - fpr) / 2
+    down = math.hypot(tpr - of_tpr.low, of_fpr.high - fpr) / 2
+    up = math.hypot(of_tpr.high - tpr, fpr - of_fpr.low) / 2
+    return rate, (max(rate - down, 0.0), min(rate + up, 1.0))
+
+
+def tpr_at_1_percent_fpr(inside: Array, outside: Array) -> float:
+    """The largest TPR of a threshold with an FPR of at most 1 %; equal losses stay together."""
+    if len(outside) < FEWEST_FOR_1_PERCENT:
+        return math.nan
+    _, fpr, tpr = _roc(inside, outside)
+    return float(tpr[fpr <= 0.01].max())
+
+
+def _roc(inside: Array, outside: Array) -> tuple[Array, Array, Array]:
+    """The distinct losses in order, and FPR and TPR when the 0, 1, 2, … lowest are members'."""
+    members = np.repeat([1, 0], [len(inside), len(outside)])
+    values, places = np.unique(np.concatenate([inside, outside]), return_inverse=True)
+    # By place, since scikit-learn takes no infinite scores. The score falls with the loss.
+    fpr, tpr, _ = roc_curve(members, -places, drop_intermediate=False)
+    return values, fpr, tpr
+
+
+def _halves(losses: Array, generator: np.random.Generator) -> tuple[Array, Array]:
+    """To fit on, and to evaluate on."""
+    shuffled = generator.permutation(losses)
+    return shuffled[: len(losses) // 2], shuffled[len(losses) // 2 :]
+
+
+# -- from samples to losses -----------------------------------------------------------------------
+
+
+def _sample_losses(loss: SampleLosses | None, criterion: nn.Module | None) -> SampleLosses:
+    if loss is not None:
+        expect(callable(loss), "loss to be a function", loss)
+        expect(criterion is None, "a loss or a criterion, not both", criterion)
+        return loss
+    criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+    one_by_one = SampleCriterion(criterion, instead="loss=")
+
+    def losses(model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        if labels is None:
+            raise ValueError(
+                f"Expected samples with labels for {one_by_one.name}, got inputs only: give "
+                "(inputs, labels), or pass loss=, a function that returns one loss per sample."
+            )
+        outputs = one_by_one.outputs(call(model, inputs), len(tree_leaves(labels)[0]))
+        return one_by_one.means(one_by_one.entries(outputs, labels), outputs, labels)
+
+    return losses
+
+
+def _losses(
+    name: str, source: object, losses_of: SampleLosses, model: nn.Module, batch_size: int
+) -> Array:
+    """One loss per sample of a set, in double precision."""
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if tensor is None else tensor.device
+    pieces = [np.empty(0)]
+    for inputs, labels in _batches(name, source, batch_size):
+        samples = _samples(name, (inputs, labels))
+        if not samples:
+            continue
+        losses = losses_of(model, move(inputs, device), move(labels, device))
+        if not isinstance(losses, Tensor) or losses.shape != (samples,):
+            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"Expected loss to return one loss per sample, shape ({samples},), got {got}. "
+                "Use reduction='none' and average over what is left."
+            )
+        pieces.append(losses.double().cpu().numpy())
+    found = np.concatenate(pieces)
+    if len(found) < FEWEST:
+        raise ValueError(
+            f"Expected at least {FEWEST} {name}, got {len(found)}: half of them fit the "
+            "threshold and half evaluate it. Give more."
+        )
+    missing = int(np.isnan(found).sum())
+    if missing:
+        raise ValueError(
+            f"The losses of {missing} of the {len(found)} {name} are NaN, neither small nor "
+            "large: look for NaN in the weights of the model, and leave out samples that hold NaN."
+        )
+    return found
+
+
+def _batches(name: str, source: object, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    """The batches of a set as (inputs, labels or None)."""
+    if isinstance(source, PrivateLoader):
+        raise TypeError(
+            f"The {name} were given as a PrivateLoader, which draws records at random and leaves "
+            "some out: give its dataset, or a DataLoader over its dataset."
+        )
+    if isinstance(source, Dataset):
+        source = DataLoader(source, batch_size=batch_size)
+    if isinstance(source, DataLoader):
+        for batch in source:
+            yield _parts(name, batch)
+    elif isinstance(source, Tensor | tuple | list | Mapping):
+        whole = _parts(name, source)
+        for rows in torch.arange(_samples(name, whole)).split(batch_size):
+            yield _rows(whole, rows)
+    else:
+        raise TypeError(
+            f"Cannot read {name} from a {type(source).__name__}: give a torch Dataset, a "
+            "DataLoader, tensors (x, y), or a dict of tensors."
+        )
+
+
+def _parts(name: str, batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels, as Hugging Face has them if the batch is a mapping."""
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels", batch.get("label"))
+        return {k: v for k, v in batch.items() if k not in ("labels", "label")}, labels
+    if not isinstance(batch, tuple | list):
+        return batch, None
+    if len(batch) not in (1, 2):
+        raise ValueError(
+            f"A batch of the {name} has {len(batch)} parts: give (inputs, labels), or a dict if "
+            "the model takes several inputs."
+        )
+    return batch[0], batch[1] if len(batch) == 2 else None
+
+
+def _samples(name: str, parts: tuple[Any, Any]) -> int:
+    leaves = [leaf for leaf in tree_leaves(parts) if leaf is not None]
+    sizes = {len(x) if isinstance(x, Tensor) and x.dim() else None for x in leaves}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is None:
+        raise ValueError(
+            f"Expected the {name} to be tensors that all have the samples in their first "
+            "dimension. Give a Dataset, or a DataLoader whose collate_fn makes such tensors."
+        )
+    return size
+
+
+def _rows(parts: tuple[Any, Any], rows: Tensor) -> tuple[Any, Any]:
+    picked: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], parts)
+    return picked
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards, its modes and buffers are as they were."""
+    modes = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training, buffers in modes:
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, content in contents:
+                # Only if it changed: a write would disturb a backward pass that is under way.
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
