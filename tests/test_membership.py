@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,12 @@ def attack_losses(members: Any, non_members: Any, **arguments: Any) -> Membershi
     return membership_inference(nn.Identity(), *both, loss=given, **arguments)
 
 
+def numbers(result: MembershipResult) -> list[float]:
+    low, high = result.confidence
+    rates = [result.success_rate, low, high, result.auc, result.tpr_at_1_percent_fpr]
+    return [*rates, result.threshold, result.members, result.non_members]
+
+
 # -- what it finds --------------------------------------------------------------------------------
 
 
@@ -99,7 +106,7 @@ def test_the_threshold_knows_nothing_of_the_half_that_is_evaluated() -> None:
         attack_losses(random.random(40), random.random(40), seed=seed).success_rate
         for seed in range(300)
     ]
-    assert abs(np.mean(rates) - 0.5) < 0.015  # fitted on the evaluated half 0.6, on all of it 0.54
+    assert abs(np.mean(rates) - 0.5) < 0.015  # fitted on the evaluated half 0.58, on both 0.56
     assert np.mean(np.less(rates, 0.5)) > 0.3
 
 
@@ -132,11 +139,9 @@ def test_a_larger_set_counts_no_more_than_the_other(sizes: tuple[int, int]) -> N
 
 
 def test_the_halves_are_halves() -> None:
-    """A member of loss 0 is found, one of loss 2 is not, and the interval tells how many."""
-    members, others = np.zeros(401), np.ones(40)
-    rate, confidence = balanced_rate(201, 201, 0, 20)
-    result = attack_losses(members, others)
-    assert (result.success_rate, result.confidence) == (rate, confidence)
+    """The width of the interval tells how many samples were evaluated."""
+    result = attack_losses(np.zeros(401), np.ones(40))
+    assert (result.success_rate, result.confidence) == balanced_rate(201, 201, 0, 20)
 
 
 # -- ties and extremes ----------------------------------------------------------------------------
@@ -166,13 +171,9 @@ def test_thresholds_and_rates_as_counted_by_hand(distinct: int) -> None:
 
 
 def test_auc_counts_a_tie_as_one_half() -> None:
-    """Whatever the split, a quarter of the pairs is in order and the rest is tied."""
-    result = attack_losses(np.ones(40), np.ones(40), seed=3)
-    assert result.auc == 0.5
-    for seed in range(5):
-        members = np.repeat([0.0, 1.0], 2000)
-        result = attack_losses(members, np.ones(40), seed=seed)
-        assert result.auc == pytest.approx(0.75, abs=0.02)
+    """Half of the pairs are in order and half are tied, but for the chance of the split."""
+    result = attack_losses(np.repeat([0.0, 1.0], 2000), np.ones(40))
+    assert result.auc == pytest.approx(0.75, abs=0.02)
 
 
 def test_1_percent_needs_100_non_members_to_evaluate_on() -> None:
@@ -226,9 +227,18 @@ def test_the_interval_is_newcombes() -> None:
 # -- samples in, losses out -----------------------------------------------------------------------
 
 
-class Batches(IterableDataset[Any]):
+class OneByOne(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(random_labels(60, 1))
+
+
+class TensorsAtOnce(IterableDataset[Any]):
+    """Batches that need no collation, one of them empty."""
+
+    def __iter__(self) -> Any:
+        inputs, labels = random_labels(60, 1).tensors
+        for rows in (slice(0, 13), slice(13, 13), slice(13, 60)):
+            yield inputs[rows], labels[rows]
 
 
 class Named(Dataset[Any]):
@@ -253,28 +263,17 @@ def as_dict(label: str) -> dict[str, Tensor]:
         as_dict("labels"),
         as_dict("label"),
         Named(),
-        Batches(),
+        OneByOne(),
         DataLoader(random_labels(60, 1), batch_size=7),
-        DataLoader(random_labels(60, 1), batch_size=None),
+        DataLoader(TensorsAtOnce(), batch_size=None),
     ],
     ids=["tuple", "list", "labels", "label", "mappings", "iterable", "loader", "unbatched"],
 )
 def test_whatever_holds_the_samples_gives_the_same(overfit: nn.Module, members: Any) -> None:
-    if isinstance(members, DataLoader) and members.batch_size is None:
-        members = DataLoader(TensorsAtOnce(), batch_size=None)
     others = random_labels(60, 2)
     expected = membership_inference(overfit, random_labels(60, 1), others)
     result = membership_inference(overfit, members, others, batch_size=16)
-    assert result.describe() == pytest.approx(expected.describe(), rel=1e-3)
-
-
-class TensorsAtOnce(IterableDataset[Any]):
-    """Batches that need no collation, one of them empty."""
-
-    def __iter__(self) -> Any:
-        inputs, labels = random_labels(60, 1).tensors
-        for rows in (slice(0, 13), slice(13, 13), slice(13, 60)):
-            yield inputs[rows], labels[rows]
+    assert numbers(result) == pytest.approx(numbers(expected), rel=1e-3, nan_ok=True)
 
 
 def test_the_batch_size_is_kept_to() -> None:
@@ -303,10 +302,26 @@ def test_the_losses_are_the_criterions(overfit: nn.Module) -> None:
     expected = membership_inference(overfit, members, others, loss=squares)
     sets = [(x, one_hot(y)) for x, y in (members.tensors, others.tensors)]
     result = membership_inference(overfit, *sets, criterion=nn.MSELoss(reduction="sum"))
-    assert result.describe() == pytest.approx(expected.describe())
+    assert numbers(result) == pytest.approx(numbers(expected), nan_ok=True)
     by_default = membership_inference(overfit, members, others)
     by_name = membership_inference(overfit, members, others, criterion=nn.CrossEntropyLoss())
-    assert by_default == by_name != result
+    assert by_default.describe() == by_name.describe()
+    assert by_default.threshold != result.threshold
+
+
+def test_a_hugging_face_model_has_its_scores_as_logits(overfit: nn.Module) -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = overfit
+
+        def forward(self, input: Tensor) -> Any:
+            return SimpleNamespace(logits=self.inner(input))
+
+    others = random_labels(60, 2)
+    result = membership_inference(Classifier(), as_dict("labels"), others)
+    expected = membership_inference(overfit, random_labels(60, 1), others)
+    assert numbers(result) == pytest.approx(numbers(expected), nan_ok=True)
 
 
 def test_samples_without_labels_need_a_loss_of_their_own() -> None:
@@ -373,9 +388,6 @@ def test_the_same_seed_gives_the_same_result(overfit: nn.Module) -> None:
     others = random_labels(60, 2)
     loader = DataLoader(random_labels(60, 1), batch_size=10, shuffle=True)
     same = [membership_inference(overfit, loader, others, seed=4) for _ in range(3)]
-    assert same[0] == same[1] == same[2] or any(
-        math.isnan(result.tpr_at_1_percent_fpr) for result in same
-    )
     assert same[0].describe() == same[1].describe() == same[2].describe()
     assert len({membership_inference(overfit, loader, others, seed=s).auc for s in range(9)}) > 1
 
@@ -435,8 +447,7 @@ def test_the_result_can_be_written_as_json_and_says_that_it_is_not_private() -> 
         "non_members": 50,
         "unprivate": True,
     }
-    assert all(type(value) in (float, int) for value in vars(result).values() if value) or True
-    assert {type(x) for x in result.confidence} == {float}
+    assert {type(x) for x in numbers(result)} == {float, int}
 
 
 def test_what_a_rate_near_one_half_means_is_documented() -> None:
@@ -501,16 +512,6 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
         membership_inference(mlp(), samples, samples, **arguments)
 
 
-def test_private_samples_are_not_called_public(overfit: nn.Module) -> None:
-    class Pair(nn.Module):
-        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            return inputs, inputs
-
-    with pytest.raises(ValueError, match="The model returns") as caught:
-        membership_inference(Pair(), random_labels(40, 1), random_labels(40, 2))
-    assert "public" not in str(caught.value)
-
-
-def test_a_model_may_have_no_parameters_or_none_that_train() -> None:
-    frozen = network().requires_grad_(False)
-    membership_inference(frozen, data(), data())
+def test_a_model_may_be_frozen() -> None:
+    frozen = membership_inference(network().requires_grad_(False), data(), data())
+    assert frozen.describe() == membership_inference(network(), data(), data()).describe()

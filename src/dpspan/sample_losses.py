@@ -35,7 +35,7 @@ class SampleCriterion:
         by_token = scores is not returned and isinstance(scores, Tensor) and scores.dim() == 3
         if by_token or not isinstance(scores, Tensor) or scores.shape[:1] != (samples,):
             raise ValueError(
-                f"The model returns {shapes(scores)} for {samples} public samples, and how that "
+                f"The model returns {shapes(scores)} for {samples} samples, and how that "
                 f"enters the loss is unknown: pass {self._instead}, a function that returns one "
                 "loss per sample."
             )

@@ -152,13 +152,13 @@ def balanced_rate(
 ) -> tuple[float, tuple[float, float]]:
     """The mean of TPR and TNR with its 95 % interval, from `found` of the members and so on.
 
-    It is (1 + TPR − FPR) / 2, and for the difference of two shares Newcombe (1998, method 10) joins
-    Wilson's intervals. They keep a width at shares of 0 and 1, where an attack often ends up.
+    It is 1/2 + (TPR − FPR) / 2, and for the difference of two shares Newcombe (1998, method 10)
+    joins Wilson's intervals. They keep a width at shares of 0 and 1, where attacks often end up.
     """
     tpr, fpr = found / inside, mistaken / outside
     of_tpr = binomtest(found, inside).proportion_ci(0.95, method="wilson")
     of_fpr = binomtest(mistaken, outside).proportion_ci(0.95, method="wilson")
-    rate = (1 + tpr - fpr) / 2
+    rate = 0.5 + (tpr - fpr) / 2
     down = math.hypot(tpr - of_tpr.low, of_fpr.high - fpr) / 2
     up = math.hypot(of_tpr.high - tpr, fpr - of_fpr.low) / 2
     return rate, (max(rate - down, 0.0), min(rate + up, 1.0))
