@@ -1,5 +1,10 @@
 """Fixtures that more than one test file uses."""
 
+import os
+
+# Workers side by side with threads of their own only wait for one another. Before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 from dpspan import accounting
