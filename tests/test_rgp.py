@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dpspan import RGP, PrivacyEngine, per_sample_gradients
-from dpspan.carriers import Carrier, Chance, History, orthonormal
+from dpspan import RGP, Capture, PrivacyEngine, per_sample_gradients
+from dpspan.carriers import (
+    Carrier,
+    Chance,
+    History,
+    orthonormal,
+    principal,
+    unprivate_projection_residual,
+)
+from dpspan.layers.terms import Rows
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.rgp import carried_weights
 from dpspan.noise import Noise
@@ -211,6 +219,65 @@ def test_tied_weights_stay_full() -> None:
     assert (released["tokens.weight"] != 0).all()  # tokens that nobody used, too
 
 
+def test_the_scale_of_full_gradients_shifts_clip_and_noise() -> None:
+    model = small_model()
+    J = per_sample_gradients(model, losses, torch.randn(4, 12, dtype=F64))
+    plain, scaled = (
+        RGP(rank=2, clip=1e9, full_scale=scale).bind(Setting(model=model)) for scale in (1.0, 0.1)
+    )
+    sums = [m.clipped_sum(J) for m in (plain, scaled)]
+    assert torch.allclose(sums[1]["0.bias"], 0.1 * sums[0]["0.bias"])
+    assert torch.allclose(sums[1]["0.weight:right"], sums[0]["0.weight:right"])
+    released = [
+        m.release(total, Noise(seed=0), 0.0) for m, total in zip((plain, scaled), sums, strict=True)
+    ]
+    assert torch.allclose(flat(released[0]), flat(released[1]), atol=1e-12)
+    tight = RGP(rank=2, clip=CLIP, full_scale=0.1).bind(Setting(model=model))
+    assert (
+        flat(
+            tight.clipped_sum(per_sample_gradients(model, losses, torch.randn(1, 12).double()))
+        ).norm()
+        <= CLIP
+    )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_scaled_terms(name: str) -> None:
+    build, shape = LAYERS[name]
+    torch.manual_seed(0)
+    model, x = build().double(), torch.randn(6, *shape, dtype=F64)
+    for term in per_sample_gradients(model, losses, x).terms.values():
+        assert torch.allclose(term.scaled(0.3).rows(0, 6), 0.3 * term.rows(0, 6))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_capture_with_carriers_keeps_the_images_only(name: str) -> None:
+    build, shape = LAYERS[name]
+    torch.manual_seed(0)
+    model, x = build().double(), torch.randn(6, *shape, dtype=F64)
+    carriers = {"weight": carrier(model.weight.shape, 2)}
+    expected = per_sample_gradients(model, losses, x).compress(carriers)
+    with Capture(model) as capture:
+        capture.expect(6, carriers=carriers)
+        losses(model, x).sum().backward()
+        small = capture.collect()
+    assert small.shapes == expected.shapes
+    assert torch.allclose(small.matrix(), expected.matrix(), atol=1e-12)
+    assert all(isinstance(term, Rows) for term in small.terms.values())
+
+
+def test_what_carriers_miss() -> None:
+    """The paper's equations 5 and 6."""
+    g = torch.randn(9, 7, generator=torch.Generator().manual_seed(0), dtype=F64)
+    values = torch.linalg.svdvals(g)
+    own = unprivate_projection_residual(g, principal(g, 2))
+    assert torch.allclose(own, values[2:].norm() / values.norm())
+    other = carrier(torch.Size((9, 7)), 2)
+    left, right = (torch.eye(n, dtype=F64) for n in (9, 7))
+    missed = (left - other.left @ other.left.T) @ g @ (right - other.right.T @ other.right)
+    assert torch.allclose(unprivate_projection_residual(g, other), missed.norm() / g.norm())
+
+
 # -- training -------------------------------------------------------------------------------------
 
 
@@ -260,6 +327,7 @@ def test_a_resumed_run_has_the_history_it_would_have_had(tmp_path: Path) -> None
     [
         ({"rank": 0}, "rank an int of at least 1"),
         ({"clip": 0.0}, "clip > 0"),
+        ({"full_scale": 0.0}, "full_scale > 0"),
         ({"carriers": "svd"}, "carriers history or random"),
         ({"seed": -1}, "seed an int of at least 0"),
     ],

@@ -29,6 +29,25 @@ class Carrier(NamedTuple):
         return (left - self.left @ (self.left.T @ left)) @ self.right + self.left @ right
 
 
+def principal(gradient: Tensor, rank: int) -> Carrier:
+    """The top singular directions of a gradient: the best carriers, but those of private data."""
+    left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    return Carrier(left[:, :rank], right[:rank])
+
+
+def unprivate_projection_residual(gradient: Tensor, carrier: Carrier) -> Tensor:
+    """‖(I − LLᵀ) G (I − RᵀR)‖/‖G‖: what carriers miss of a gradient (the paper's figure 3).
+
+    With `principal(G, r)` it is the self residual, with carriers of an earlier step the historical
+    one. Computed from gradients without noise: for the operator's eyes.
+    """
+    g = gradient.double().flatten(1)
+    left, right = carrier.left.to(g), carrier.right.to(g)
+    kept = carrier._replace(left=left, right=right).reconstruct(g @ right.T, left.T @ g)
+    norm: Tensor = torch.linalg.matrix_norm(g - kept) / torch.linalg.matrix_norm(g)
+    return norm
+
+
 class CarrierSource(Protocol):
     """Where the carriers of a step come from."""
 

@@ -124,6 +124,9 @@ class Patches:
     def kernel(self, other: Term) -> Tensor | None:
         return None
 
+    def scaled(self, factor: float) -> Patches:
+        return dataclasses.replace(self, b=self.b * factor)
+
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
 

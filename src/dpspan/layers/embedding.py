@@ -96,6 +96,9 @@ class Lookup:
             values.append(products.sum((1, 3)))
         return joined(values)
 
+    def scaled(self, factor: float) -> Lookup:
+        return Lookup(self.index, self.b * factor, self.entries)
+
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
 

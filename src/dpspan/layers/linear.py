@@ -103,6 +103,9 @@ class Outer:
             values.append(products.sum((1, 3)))
         return joined(values)
 
+    def scaled(self, factor: float) -> Outer:
+        return Outer(self.a, self.b * factor)
+
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         a, b = full_precision(self.a), full_precision(self.b)
         return (

@@ -65,6 +65,9 @@ class Term(Protocol):
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Each row as a matrix G: G Rᵀ and Lᵀ G."""
 
+    def scaled(self, factor: float) -> Term:
+        """The same rows times a number."""
+
 
 def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tuple[int, int]]:
     """Cut the samples into ranges whose working memory, in `like`'s dtype, stays within bounds."""
@@ -142,6 +145,9 @@ class Rows:
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
 
+    def scaled(self, factor: float) -> Rows:
+        return Rows(self.values * factor)
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -185,6 +191,9 @@ class Sum:
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
+
+    def scaled(self, factor: float) -> Sum:
+        return Sum([term.scaled(factor) for term in self.terms], self.row_size)
 
 
 @dataclass(frozen=True)
@@ -245,6 +254,9 @@ class Stack:
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         lefts, rights = zip(*(part.compress(left, right) for part in self.parts), strict=True)
         return joined(lefts), joined(rights)
+
+    def scaled(self, factor: float) -> Stack:
+        return Stack([part.scaled(factor) for part in self.parts])
 
 
 def stacked(parts: Sequence[Term]) -> Term:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dpspan.carriers import Carrier, CarrierSource, Chance, History
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
-from dpspan.layers.terms import Rows
+from dpspan.layers.terms import Rows, Term
 from dpspan.mechanisms.base import Setting, Sums
 from dpspan.noise import Noise
 from dpspan.numerics import exact, full_precision
@@ -48,8 +48,10 @@ class RGP:
         layers: which weights are carried, by name; by default all of linear and convolution
             layers that become smaller. The rest that is trained is released in full.
         orthogonal: take the part of ∂L inside L off before the clip (the same update, clipped
-            less); False is the paper's tuple.
+            less); False is the paper's tuple. (Nothing is taken off with `left_only`.)
         left_only: release ∂L only, as the authors' code trains.
+        full_scale: weigh gradients that are released in full by this before the clip, and by its
+            inverse after it: below 1 they take less of the clip and get more noise.
         clipping: the rule for clip factors.
         seed: of the random numbers that carriers start from; no secret.
     """
@@ -60,6 +62,7 @@ class RGP:
     layers: Callable[[str], bool] | None = None
     orthogonal: bool = True
     left_only: bool = False
+    full_scale: float = 1.0
     clipping: ClippingRule = field(default_factory=FlatClipping)
     seed: int = 0
 
@@ -69,6 +72,8 @@ class RGP:
                 raise ValueError(f"Expected {name} an int of at least {least}, got {value!r}.")
         if self.clip is not None and not 0 < self.clip < float("inf"):
             raise ValueError(f"Expected clip > 0, got {self.clip}.")
+        if not 0 < self.full_scale < float("inf"):
+            raise ValueError(f"Expected full_scale > 0, got {self.full_scale}.")
         if isinstance(self.carriers, str) and self.carriers not in _NAMED:
             raise ValueError(f"Expected carriers {' or '.join(_NAMED)}, got {self.carriers!r}.")
 
@@ -105,6 +110,7 @@ class RGP:
             "layers": None if self.layers is None else describe(self.layers),
             "orthogonal": self.orthogonal,
             "left_only": self.left_only,
+            "full_scale": self.full_scale,
             "clipping": describe(self.clipping),
             "seed": self.seed,
         }
@@ -126,8 +132,7 @@ class RGPMechanism:
         """Σ_i clip((∂L, ∂R, …)_i, C), of gradients seen through `carriers` or still whole."""
         whole = {n: c for n, c in self.carriers().items() if n in gradients.shapes}
         small = gradients.compress(whole)
-        if self._method.orthogonal:
-            small = self._orthogonal(small)
+        small = self._weighed(small)
         if self._method.left_only:
             small = small.select([name for name in small.shapes if not name.endswith(":right")])
         method = self._method
@@ -138,7 +143,8 @@ class RGPMechanism:
         noisy = noise.add(total, std=noise_multiplier * self._method.clip_norm)
         carriers, self._carriers = self.carriers(), None
         self._step += 1
-        released = {name: value for name, value in noisy.items() if ":" not in name}
+        scale = self._method.full_scale
+        released = {name: value / scale for name, value in noisy.items() if ":" not in name}
         for name, carrier in carriers.items():
             left = noisy[f"{name}:left"]
             if self._method.left_only:
@@ -148,15 +154,20 @@ class RGPMechanism:
             released[name] = update.view(self._weights[name].shape)
         return released
 
-    def _orthogonal(self, small: PerSampleGradients) -> PerSampleGradients:
-        """∂L − L Lᵀ ∂L in place of ∂L: what is left of it in the update."""
-        terms = {name: [term] for name, term in small.terms.items()}
-        for name, carrier in self.carriers().items():
-            if f"{name}:left" in small.terms:
-                rows = small.term(f"{name}:left").rows(0, small.samples)
-                left = rows.view(-1, *carrier.left.shape)
-                outside = left - carrier.left @ (carrier.left.T @ left)
-                terms[f"{name}:left"] = [Rows(outside)]
+    def _weighed(self, small: PerSampleGradients) -> PerSampleGradients:
+        """∂L − L Lᵀ ∂L in place of ∂L (all that the update has of it), and the full ones scaled."""
+        scale, carriers = self._method.full_scale, self.carriers()
+        terms: dict[str, list[Term]] = {}
+        for name, term in small.terms.items():
+            whole, _, side = name.partition(":")
+            if not side and scale != 1:
+                terms[name] = [term.scaled(scale)]
+            elif side == "left" and self._method.orthogonal and not self._method.left_only:
+                carrier = carriers[whole].left
+                left = term.rows(0, small.samples).view(-1, *carrier.shape)
+                terms[name] = [Rows(left - carrier @ (carrier.T @ left))]
+            else:
+                terms[name] = [term]
         return PerSampleGradients(
             small.shapes, terms, small.samples, like=small.like, scale=small.scale
         )
