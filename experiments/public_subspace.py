@@ -15,18 +15,15 @@ Every finished run is a line of results.jsonl; a run that is already there is no
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader
@@ -35,6 +32,7 @@ import dpspan
 from dpspan.mechanisms import Method
 from dpspan.models import PaperCNN
 from experiments.images import Images, Split, collate, load
+from experiments.runner import Results, execute
 
 PRIVATE, PUBLIC, BATCH, EPOCHS, DELTA = 10_000, 100, 250, 30, 1e-5
 TUNING_SEED = 1000
@@ -146,27 +144,6 @@ def work(run: Run, folder: Path, device: str) -> dict[str, Any]:
     return train(run, data, device)
 
 
-class Results:
-    """The lines of results.jsonl."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rows = [json.loads(line) for line in lines]
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a result, on disk too."""
-        self.rows.append(row)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def of(self, run: Run) -> dict[str, Any] | None:
-        """The result of a run, if it is there."""
-        fields = asdict(run)
-        return next((r for r in self.rows if all(r[k] == v for k, v in fields.items())), None)
-
-
 def cells(options: argparse.Namespace) -> list[Run]:
     """Every row of the table, still without a learning rate and a seed."""
     return [
@@ -178,21 +155,6 @@ def cells(options: argparse.Namespace) -> list[Run]:
     ]
 
 
-def execute(runs: list[Run], results: Results, options: argparse.Namespace, title: str) -> None:
-    """Whatever is missing, `jobs` runs at a time."""
-    missing = [run for run in runs if results.of(run) is None]
-    context = multiprocessing.get_context("spawn")
-    with (
-        Progress() as progress,
-        ProcessPoolExecutor(options.jobs, mp_context=context) as pool,
-    ):
-        task = progress.add_task(title, total=len(missing))
-        waiting = [pool.submit(work, run, options.data, options.device) for run in missing]
-        for done in as_completed(waiting):
-            results.add(done.result())
-            progress.advance(task)
-
-
 def best_rate(cell: Run, results: Results) -> float:
     """The learning rate that did best in the search."""
     found = {}
@@ -202,9 +164,8 @@ def best_rate(cell: Run, results: Results) -> float:
     return max(found, key=lambda rate: found[rate])
 
 
-def table(results: Results, options: argparse.Namespace) -> Table:
+def table(final: list[dict[str, Any]], options: argparse.Namespace) -> Table:
     """Mean and standard deviation over seeds, beside public data only."""
-    final = [row for row in results.rows if row["seed"] != TUNING_SEED]
     shown = Table(
         title=f"{options.dataset}, n = {PRIVATE:,}, {PUBLIC} public, test accuracy in %",
         caption="mean ± standard deviation over seeds [learning rate]",
@@ -261,16 +222,29 @@ def main() -> None:
         if cell.labels != "random"
         for rate in RATES[cell.method]
     ]
-    execute(search, results, options, "search")
+    execute(
+        search,
+        results,
+        partial(work, folder=options.data, device=options.device),
+        options.jobs,
+        "search",
+    )
     final = [
         replace(cell, rate=best_rate(replace(cell, labels=_searched(cell)), results), seed=seed)
         for cell in rows
         for seed in range(options.seeds)
     ]
-    execute(final, results, options, "runs")
+    execute(
+        final,
+        results,
+        partial(work, folder=options.data, device=options.device),
+        options.jobs,
+        "runs",
+    )
     console = Console()
     console.width = max(console.width, 110)
-    console.print(table(results, options))
+    rows_of_runs = [row for run in final if (row := results.of(run)) is not None]
+    console.print(table(rows_of_runs, options))
 
 
 def _searched(cell: Run) -> str:

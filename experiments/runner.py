@@ -1,0 +1,51 @@
+"""What experiments share: results on disk, and runs in processes that skip what is there."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+
+class Results:
+    """The lines of results.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = [json.loads(line) for line in lines]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a result, on disk too."""
+        self.rows.append(row)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def of(self, run: Any) -> dict[str, Any] | None:
+        """The result of a run, if it is there."""
+        fields = asdict(run)
+        return next((r for r in self.rows if all(r[k] == v for k, v in fields.items())), None)
+
+
+def execute(
+    runs: Sequence[Any],
+    results: Results,
+    work: Callable[[Any], dict[str, Any]],
+    jobs: int,
+    title: str,
+) -> None:
+    """Whatever is missing, `jobs` runs at a time, each in a process of its own."""
+    missing = [run for run in runs if results.of(run) is None]
+    context = multiprocessing.get_context("spawn")
+    with Progress() as progress, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        task = progress.add_task(title, total=len(missing))
+        for done in as_completed([pool.submit(work, run) for run in missing]):
+            results.add(done.result())
+            progress.advance(task)
