@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -76,14 +77,7 @@ def test_a_step_never_waits_for_the_gpu() -> None:
         noise_multiplier=1.0,
         max_physical_batch_size=40,
     )
-    for number, (images, labels) in enumerate(loader):
-        batch = images.cuda(), labels.cuda()
-        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
-        try:
-            nn.CrossEntropyLoss()(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    train_without_waiting(model, optimizer, loader)
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -122,6 +116,15 @@ def test_a_gep_step_does_not_wait_for_the_gpu() -> None:
         ),
         noise_multiplier=1.0,
     )
+    train_without_waiting(model, optimizer, loader)
+
+
+def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def train_without_waiting(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    """An epoch in which, after the first batches, any wait for the GPU is an error."""
     for number, (images, labels) in enumerate(loader):
         batch = images.cuda(), labels.cuda()
         torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
@@ -130,7 +133,3 @@ def test_a_gep_step_does_not_wait_for_the_gpu() -> None:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(x), y, reduction="none")

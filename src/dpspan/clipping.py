@@ -63,5 +63,7 @@ def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float | Tensor) 
 
 
 def describe(rule: object) -> str:
-    """A rule's (or other part's) name and public configuration, the same in every process."""
-    return repr(rule) if dataclasses.is_dataclass(rule) else type(rule).__qualname__
+    """A rule's (or function's) name and public configuration, the same in every process."""
+    if dataclasses.is_dataclass(rule):
+        return repr(rule)
+    return getattr(rule, "__qualname__", type(rule).__qualname__)

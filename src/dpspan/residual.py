@@ -148,8 +148,10 @@ def _by_kernel(
 def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
     """The squared norms of g itself."""
     norms = own.term.squared_norms(Arithmetic.of(own.term.rows(0, 0)))
-    errors = torch.tensor([[norms.value_error, norms.magnitude_error, norms.summand_error]])
-    bound = bounds(norms.value[None], norms.magnitude[None], errors.to(norms.value))[0]
+    errors = norms.value.new_tensor(
+        [[norms.value_error, norms.magnitude_error, norms.summand_error]]
+    )
+    bound = bounds(norms.value[None], norms.magnitude[None], errors)[0]
     return norms.value, bound.sqrt() - norms.value.sqrt()
 
 

@@ -31,6 +31,15 @@ class Setting:
     warn: Callable[[str], None] = _silent  # to the operator and the certificate
 
 
+def check_one_clip(method: str, own: float | None, given: float) -> None:
+    """Refuse a `max_grad_norm` beside another clip."""
+    if own not in (None, given):
+        raise ValueError(
+            f"Expected one clip, got clip={own} in {method} and max_grad_norm={given}. Give one of "
+            "the two."
+        )
+
+
 class Mechanism(Protocol):
     """What one step computes from a batch and what it releases.
 

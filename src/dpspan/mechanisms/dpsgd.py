@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
-from dpspan.mechanisms.base import Setting, Sums
+from dpspan.mechanisms.base import Setting, Sums, check_one_clip
 from dpspan.noise import Noise
 from dpspan.public import PublicData
 
@@ -37,11 +37,7 @@ class DPSGD:
 
     def with_clip(self, clip: float) -> DPSGD:
         """This method with clip C, unless it already has another."""
-        if self.clip not in (None, clip):
-            raise ValueError(
-                f"Expected one clip, got clip={self.clip} in DPSGD and max_grad_norm={clip}. "
-                "Give one of the two."
-            )
+        check_one_clip("DPSGD", self.clip, clip)
         return dataclasses.replace(self, clip=clip)
 
     def bind(self, setting: Setting) -> DPSGDMechanism:

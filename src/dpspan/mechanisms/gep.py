@@ -24,6 +24,7 @@ from dpspan.clipping import clip_factors
 from dpspan.gradients import PerSampleGradients
 from dpspan.mechanisms.base import Setting, Sums
 from dpspan.mechanisms.in_subspace import (
+    EMBEDDING,
     SubspaceMechanism,
     SubspaceMethod,
     lengths,
@@ -31,7 +32,6 @@ from dpspan.mechanisms.in_subspace import (
 )
 from dpspan.noise import Noise
 
-EMBEDDING = "subspace:embedding"
 ANCHORS = "subspace:anchors"  # −Σ_i A_i: the residuals' part in the span of public gradients
 
 # Residuals are summed as Σ f_i g_i − (Σ f_i A_i) H, where most may cancel. What rounding leaves of
@@ -107,11 +107,7 @@ class BiasedGEPMechanism(SubspaceMechanism):
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The noisy embedding, lifted to parameters."""
-        std, span = noise_multiplier * self._clip, self._keeper.span()
-        w = noise.add(total, std)[EMBEDDING]
-        gradient = span.lift(w)
-        self._keeper.finish(w, gradient, {"embedding": span.dimensions * std**2})
-        return gradient
+        return self._release_embedding(total, noise, noise_multiplier * self._clip)
 
 
 class GEPMechanism(SubspaceMechanism):
@@ -128,17 +124,15 @@ class GEPMechanism(SubspaceMechanism):
         w, residual = self._keeper.span().split(gradients)
         bounds = torch.maximum(residual.norm_bounds(), _CANCELLATION * lengths(w))
         r_factors = clip_factors(self._clipping, bounds, self._s2)
-        w_factors = clip_factors(self._clipping, lengths(w), self._s1)
-        if self._leftover:
-            w_factors = self._with_leftover(w, r_factors * bounds)
+        s1 = self._leftover_clip(r_factors * bounds) if self._leftover else self._s1
+        w_factors = clip_factors(self._clipping, lengths(w), s1)
         own, anchors = residual.combine(r_factors)
         return {EMBEDDING: weighted_sum(w_factors, w), ANCHORS: anchors, **own}
 
-    def _with_leftover(self, w: Tensor, r_norms: Tensor) -> Tensor:
-        """Clip each embedding so that share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² ≤ 1."""
+    def _leftover_clip(self, r_norms: Tensor) -> Tensor:
+        """How long each w may be: share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² ≤ 1."""
         used = torch.nan_to_num(r_norms / self._s2).clamp(max=1.0).square()
-        room = self._s1 * ((1 - (1 - self._share) * used) / self._share).sqrt()
-        return clip_factors(self._clipping, lengths(w), room)
+        return self._s1 * ((1 - (1 - self._share) * used) / self._share).sqrt()
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """Both sums with their noise, together in parameter space."""

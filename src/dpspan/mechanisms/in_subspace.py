@@ -12,12 +12,15 @@ from torch import Tensor
 
 from dpspan.anchors import PublicSpan, RandomSpan, RandomSubspace, SpanSource
 from dpspan.clipping import ClippingRule, FlatClipping, describe
-from dpspan.mechanisms.base import Setting, Sums
+from dpspan.mechanisms.base import Setting, Sums, check_one_clip
+from dpspan.noise import Noise
 from dpspan.public import PublicData
 from dpspan.public_gradients import Labels, PublicGradients, labels_of
 from dpspan.solvers import Eigh, Solver
 from dpspan.span import Groups, Span, grouped
 from dpspan.subspace import stable_rank
+
+EMBEDDING = "subspace:embedding"  # the sum of embeddings among what a step sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +93,7 @@ class SubspaceMethod:
 
     def with_clip(self, clip: float) -> Self:
         """This method with the clip given as `max_grad_norm`, unless it already has another."""
-        if self.clip not in (None, clip):
-            raise ValueError(
-                f"Expected one clip, got clip={self.clip} in {type(self).__name__} and "
-                f"max_grad_norm={clip}. Give one of the two."
-            )
+        check_one_clip(type(self).__name__, self.clip, clip)
         return dataclasses.replace(self, clip=clip)
 
     @property
@@ -136,19 +135,14 @@ class SubspaceMethod:
             "rank": self.rank if self.subspace is None else self.subspace.rank,
             "clip": self.clip_norm,
             "public_labels": describe(labels_of(self.public_labels)) if public else None,
-            "public_loss": _name(self.public_loss),
+            "public_loss": None if self.public_loss is None else describe(self.public_loss),
             "public_samples": self.public_samples if public else None,
-            "groups": self.groups if isinstance(self.groups, int) else _name(self.groups),
+            "groups": self.groups if isinstance(self.groups, int) else describe(self.groups),
             "refresh": self.refresh,
             "solver": describe(self.solver) if public else None,
             "seed": self.seed,
             "clipping": describe(self.clipping),
         }
-
-
-def _name(function: Callable[..., Any] | None) -> str | None:
-    """The same in every process: no addresses."""
-    return None if function is None else getattr(function, "__qualname__", type(function).__name__)
 
 
 class SpanKeeper:
@@ -252,6 +246,14 @@ class SubspaceMechanism:
     def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """None: gradients are needed in full."""
         return {}
+
+    def _release_embedding(self, total: Sums, noise: Noise, std: float) -> Sums:
+        """The sum of embeddings with noise of this size, lifted to parameters."""
+        span = self._keeper.span()
+        w = noise.add(total, std)[EMBEDDING]
+        gradient = span.lift(w)
+        self._keeper.finish(w, gradient, {"embedding": span.dimensions * std**2})
+        return gradient
 
     @property
     def public(self) -> tuple[PublicData, ...]:

@@ -22,14 +22,13 @@ from dpspan.gradients import PerSampleGradients
 from dpspan.mechanisms.base import Setting, Sums
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.mechanisms.in_subspace import (
+    EMBEDDING,
     SubspaceMechanism,
     SubspaceMethod,
     lengths,
     weighted_sum,
 )
 from dpspan.noise import Noise
-
-EMBEDDING = "subspace:embedding"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +76,7 @@ class PDPSGDMechanism(SubspaceMechanism):
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The noisy embedding, lifted to parameters."""
-        std = noise_multiplier * self._clip
         if self._keeper.step < self._start:
             self._keeper.step += 1
             return self._unprojected.release(total, noise, noise_multiplier)
-        span = self._keeper.span()
-        noisy = noise.add(total, std)[EMBEDDING]
-        gradient = span.lift(noisy)
-        self._keeper.finish(noisy, gradient, {"embedding": span.dimensions * std**2})
-        return gradient
+        return self._release_embedding(total, noise, noise_multiplier * self._clip)

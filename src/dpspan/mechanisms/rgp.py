@@ -28,7 +28,7 @@ from dpspan.carriers import Carrier, CarrierSource, Chance, History
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.terms import Rows, Term
-from dpspan.mechanisms.base import Setting, Sums
+from dpspan.mechanisms.base import Setting, Sums, check_one_clip
 from dpspan.noise import Noise
 from dpspan.numerics import exact, full_precision
 from dpspan.public import PublicData
@@ -89,11 +89,7 @@ class RGP:
 
     def with_clip(self, clip: float) -> RGP:
         """This method with clip C, unless it already has another."""
-        if self.clip not in (None, clip):
-            raise ValueError(
-                f"Expected one clip, got clip={self.clip} in RGP and max_grad_norm={clip}. Give "
-                "one of the two."
-            )
+        check_one_clip("RGP", self.clip, clip)
         return dataclasses.replace(self, clip=clip)
 
     def bind(self, setting: Setting) -> RGPMechanism:
