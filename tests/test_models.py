@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpspan.models import MLP, PaperCNN, ResNet20, TransformerEncoder
+from dpspan.models import MLP, PaperCNN, ResNet20, TransformerEncoder, WideResNet
 
 
 def images(n, *shape):
@@ -26,6 +26,8 @@ def small_transformer(**changes):
         (PaperCNN(), 26_010),
         (ResNet20(), 268_346),
         (ResNet20(classes=100), 268_346 + 90 * 65),
+        # Zagoruyko and Komodakis' WRN-28-4; group norms have as many parameters as batch norms
+        (WideResNet(), 5_849_050),
         (MLP(), 785_000 + 1_001_000 + 10_010),
         (MLP(inputs=4, hidden=(), classes=3), 15),
         # embeddings, four blocks of 12 w² + 13 w (hidden = 4 w), final norm, head
@@ -43,6 +45,7 @@ def test_number_of_parameters(model, parameters):
         (PaperCNN(), images(3, 1, 28, 28), 10),
         (PaperCNN(channels=3, size=32, classes=5), images(3, 3, 32, 32), 5),
         (ResNet20(), images(3, 3, 32, 32), 10),
+        (WideResNet(depth=10, widen=1, classes=4), images(3, 3, 32, 32), 4),
         (small_transformer(classes=4), tokens(3, 8), 4),
         (small_transformer(), tokens(3, 5), 2),
     ],
@@ -54,12 +57,14 @@ def test_shape_and_independence_of_samples(model, x, classes):
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [MLP(), PaperCNN(), ResNet20(), small_transformer()])
+@pytest.mark.parametrize(
+    "model", [MLP(), PaperCNN(), ResNet20(), WideResNet(10, 1), small_transformer()]
+)
 def test_every_parameter_gets_a_gradient(model):
     if isinstance(model, TransformerEncoder):
         x = tokens(4, 8)
     else:
-        x = images(4, *((3, 32, 32) if isinstance(model, ResNet20) else (1, 28, 28)))
+        x = images(4, *((3, 32, 32) if isinstance(model, ResNet20 | WideResNet) else (1, 28, 28)))
     nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
     for name, parameter in model.named_parameters():
         # a key's bias shifts all scores of a query alike: its gradient is zero by nature

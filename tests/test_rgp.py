@@ -36,6 +36,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv1d": (lambda: nn.Conv1d(3, 8, 3, padding=1), (3, 11)),
     "conv2d": (lambda: nn.Conv2d(3, 8, 3, stride=2, padding=1), (3, 9, 9)),
     "conv2d in groups": (lambda: nn.Conv2d(4, 8, 3, groups=2, padding=(1, 0)), (4, 6, 7)),
+    "conv2d dilated": (
+        lambda: nn.Conv2d(3, 8, 3, padding=2, dilation=2, padding_mode="circular"),
+        (3, 7, 7),
+    ),
     "conv3d": (lambda: nn.Conv3d(2, 6, 2), (2, 4, 3, 4)),
 }
 
@@ -346,3 +350,15 @@ def test_a_rank_that_saves_nothing_is_refused() -> None:
         RGP(clip=1.0).with_clip(2.0)
     with pytest.raises(ValueError, match="warmup an int of at least 1"):
         History(warmup=0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_empty_batch_has_empty_images(name: str) -> None:
+    build, shape = LAYERS[name]
+    model = build().double()
+    with Capture(model) as capture:
+        capture.expect(0, carriers={"weight": carrier(model.weight.shape, 2)})
+        losses(model, torch.zeros(0, *shape, dtype=F64)).sum().backward()
+        small = capture.collect(scale=1)
+    assert small.samples == 0
+    assert all(len(term.rows(0, 0)) == 0 for term in small.terms.values())

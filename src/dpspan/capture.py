@@ -249,7 +249,7 @@ class Capture:
         if name is None:  # unfrozen since: `collect` refuses the batch
             return
         if name not in self._carriers:
-            self._put(name, term)
+            self._put(name, term.compact())
             return
         images = term.compress(*self._carriers[name])
         for part, image in zip(carried_names(name), images, strict=True):

