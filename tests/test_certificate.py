@@ -87,7 +87,10 @@ def test_when_and_where_it_was_made():
     assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert versions["numpy"] == np.__version__
     assert versions["dp-accounting"] == importlib.metadata.version("dp-accounting")
-    assert set(versions) == {"python", "platform", "dpspan", "torch", "dp-accounting", "numpy"}
+    assert set(versions) == {"python", "platform", "dpspan", "torch", "dp-accounting", "numpy"} | {
+        "scipy",
+        "scikit-learn",
+    }
 
 
 def test_delta_defaults_to_the_budget():
@@ -176,3 +179,9 @@ def test_a_document_that_is_not_json_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"document\.epsilon"):
         write_certificate(path, {"epsilon": math.nan})
     assert names(tmp_path) == []
+
+
+def test_what_is_not_private_is_refused():
+    training = {"settings": {"unprivate_loss": 0.3}}
+    with pytest.raises(ValueError, match=r"training.settings.unprivate_loss .* without noise"):
+        certificate(Ledger(), delta=DELTA, training=training)

@@ -19,15 +19,21 @@ from dpspan.ledger import Ledger
 
 FORMAT = "dpspan.certificate"
 VERSION = 1
-_PACKAGES = ("dpspan", "torch", "dp-accounting", "numpy")
+ADD_OR_REMOVE = "add or remove one record"
+_PACKAGES = ("dpspan", "torch", "dp-accounting", "numpy", "scipy", "scikit-learn")
 
 
 def certificate(
-    ledger: Ledger, *, delta: float | None = None, training: Mapping[str, Any]
+    ledger: Ledger,
+    *,
+    delta: float | None = None,
+    training: Mapping[str, Any],
+    adjacency: str = ADD_OR_REMOVE,
 ) -> dict[str, Any]:
     """The document for what `ledger` holds, at δ (by default its budget's).
 
-    `training` describes method and sampling: public configuration, as plain values.
+    `training` describes method and sampling: public configuration, as plain values. `adjacency`
+    says between which datasets the guarantee holds.
     """
     spending = ledger.spending(delta)  # first: it may add a warning
     budget = ledger.budget
@@ -43,7 +49,7 @@ def certificate(
         "not_private_because": _reasons(ledger, spending.epsilon),
         "epsilon": spending.epsilon,
         "delta": spending.delta,
-        "adjacency": "add or remove one record",
+        "adjacency": adjacency,
         "budget": None if budget is None else asdict(budget),
         "accountant": {
             "chosen": ledger.accountant,
@@ -112,6 +118,12 @@ def _plain(where: str, value: Any) -> Any:
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Mapping):
+        unprivate = [key for key in value if str(key).startswith("unprivate")]
+        if unprivate:
+            raise ValueError(
+                f"Cannot put {where}.{unprivate[0]} into the certificate: it was computed from "
+                "private data without noise."
+            )
         return {str(key): _plain(f"{where}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(f"{where}[{index}]", item) for index, item in enumerate(value)]

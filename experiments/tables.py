@@ -1,0 +1,391 @@
+"""Private logistic regression on real tables: which method, at which ε.
+
+    python -m experiments.tables --data FOLDER [--diffprivlib PYTHON]
+
+FOLDER holds adult.npz, a9a.npz, w8a.npz, bank_additional_full.npz, uci_credit_default_30k.npz and
+covtype_20k.npz (x_train, y_train, and x_test, y_test where they exist; else a fifth is held out).
+500 rows of each table are public and taken out of the private part. Everybody gets the same
+features: 0/1 tables as they are, the others by mean and deviation of the public rows. The setting
+of each row, at each ε, is the best of a grid on covtype_20k, which is in none of the results, so
+nothing was tuned on the tables shown. Noise comes from OS entropy, as in any private fit.
+
+diffprivlib gives pure ε-DP (objective perturbation), the stronger promise; see
+peer_diffprivlib.py for the environment it needs. Every finished run is a line of results.jsonl; a
+run that is already there is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from scipy import sparse
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from dpspan.convex import (
+    Envelope,
+    FromNoisyGradients,
+    GradientDescent,
+    NoisyAdaGrad,
+    PrivateLogisticRegression,
+    PublicFeatures,
+    PublicRows,
+    PublicScaling,
+    Released,
+    ReleasedSecondMoment,
+)
+from experiments.runner import Results, execute
+
+DELTA, PUBLIC, RANK = 1e-6, 500, 50
+KEYS = ("accuracy", "auc")
+EPSILONS = (0.1, 0.5, 1.0, 3.0)
+TABLES = ("adult", "a9a", "w8a", "bank_additional_full", "uci_credit_default_30k")
+ZERO_ONE = ("a9a", "w8a")
+TUNED_ON, TUNING_SEEDS = "covtype_20k", (1000, 1001)
+
+Settings = Sequence[Any]
+Make = Callable[[Any], dict[str, Any]]
+DIAGONAL = FromNoisyGradients(diagonal=True)
+OURS: dict[str, tuple[Settings, Make]] = {
+    "DP-GD": ((3, 10, 30, 100), lambda rate: {"method": GradientDescent(learning_rate=rate)}),
+    "DP-GD, warm start": (
+        (1, 3, 10, 30),
+        lambda rate: {"method": GradientDescent(learning_rate=rate), "start": "public"},
+    ),
+    "projected DP-GD": (
+        (3, 10, 30, 100),
+        lambda rate: {"method": GradientDescent(learning_rate=rate, subspace=_features())},
+    ),
+    "AdaGrad": ((0.3, 1, 3, 10), lambda rate: {"method": NoisyAdaGrad(learning_rate=rate)}),
+    "AdaGrad, warm start": (
+        (0.1, 0.3, 1, 3),
+        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate), "start": "public"},
+    ),
+    "AdaGrad, diagonal": (
+        (0.3, 1, 3, 10),
+        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL)},
+    ),
+    "AdaGrad, diagonal, falling clip": (
+        (0.3, 1, 3, 10),
+        lambda rate: {
+            "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
+            "clip": Envelope(start=2.0, decay=0.25),
+        },
+    ),
+    "AdaGrad, diagonal, warm start": (
+        (0.1, 0.3, 1, 3),
+        lambda rate: {
+            "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
+            "start": "public",
+        },
+    ),
+    "projected AdaGrad": (
+        (0.3, 1, 3, 10),
+        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate, subspace=_features())},
+    ),
+    "projected AdaGrad, released": (
+        (0.3, 1, 3, 10, 30),
+        lambda rate: {"method": _adagrad(rate, Released())},
+    ),
+    "projected AdaGrad, second moment": (
+        (10, 30, 100, 300, 1000),
+        lambda rate: {"method": _adagrad(rate, ReleasedSecondMoment())},
+    ),
+}
+PEER = "diffprivlib (pure ε)"
+PEER_SETTINGS = tuple((share, c) for share in (0.1, 0.3) for c in (1e-3, 1e-2, 1e-1))
+OPEN = ("public rows only (ε = 0)", "without privacy")
+
+
+def _features() -> PublicFeatures:
+    return PublicFeatures(rank=RANK)
+
+
+def _adagrad(rate: float, preconditioner: Released | ReleasedSecondMoment) -> NoisyAdaGrad:
+    return NoisyAdaGrad(learning_rate=rate, subspace=_features(), preconditioner=preconditioner)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One fit; `choice` is its place in the grid of its method."""
+
+    table: str
+    method: str
+    epsilon: float
+    choice: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Private and public records, and a test set that nothing is tuned on."""
+
+    x: Any
+    y: np.ndarray
+    public: PublicRows
+    x_test: Any
+    y_test: np.ndarray
+
+
+@lru_cache(maxsize=1)
+def load(folder: Path, table: str, seed: int) -> Split:
+    """A table, prepared by public rows and cut by the seed."""
+    rng = np.random.default_rng(seed)
+    with np.load(folder / f"{table}.npz") as file:
+        data = {key: file[key] for key in file.files}
+    x, y = data["x_train"].astype(float), data["y_train"].astype(int)
+    if table == TUNED_ON:
+        y = (y == np.bincount(y).argmax()).astype(int)
+    order = rng.permutation(len(x))
+    x, y = x[order], y[order]
+    if "x_test" in data:
+        x_test, y_test = data["x_test"].astype(float), data["y_test"].astype(int)
+    else:
+        held = len(x) // 5
+        x_test, y_test, x, y = x[:held], y[:held], x[held:], y[held:]
+    if table in ZERO_ONE:
+        x, x_test = sparse.csr_matrix(x), sparse.csr_matrix(x_test)
+    else:
+        prepare = PublicScaling().prepare(x[:PUBLIC])
+        x, x_test = prepare.apply(x), prepare.apply(x_test)
+    # Rows of different people that happen to be equal are common in such tables.
+    public = PublicRows(x=x[:PUBLIC], y=y[:PUBLIC], name=table, equal_rows_allowed=True)
+    return Split(x[PUBLIC:], y[PUBLIC:], public, x_test, y_test)
+
+
+def scores_of(run: Run, folder: Path, peer: str | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """Decision values of the test rows, and what the fit says of itself."""
+    split = load(folder, run.table, run.seed)
+    if run.method in OPEN:
+        alone = run.method == OPEN[0]
+        x, y = (split.public.x, split.public.y) if alone else (split.x, split.y)
+        model = LogisticRegression(C=0.1 if alone else 1.0, max_iter=1000).fit(x, y)
+        return model.decision_function(split.x_test), {"epsilon_spent": 0.0 if alone else None}
+    if run.method == PEER:
+        share, penalty = PEER_SETTINGS[run.choice]
+        norm = share * float(np.sqrt(split.x.shape[1]))  # a public number
+        process = _peer(folder, run.table, run.seed, str(peer))
+        return _ask(process, run.epsilon, norm, penalty), {"epsilon_spent": run.epsilon}
+    settings, make = OURS[run.method]
+    model = PrivateLogisticRegression(
+        epsilon=run.epsilon,
+        delta=DELTA,
+        classes=[0, 1],
+        accountant="rdp" if run.table == TUNED_ON else "pld",  # some per cent off, but quick
+        **make(settings[run.choice]),
+    ).fit(split.x, split.y, public=split.public)
+    spent = {
+        "epsilon_spent": model.epsilon_,
+        "delta": DELTA,
+        "private": model.certificate_["private"],
+        "noise_multiplier": model.certificate_["training"]["noise_multiplier"],
+    }
+    return model.decision_function(split.x_test), spent
+
+
+@lru_cache(maxsize=1)
+def _peer(folder: Path, table: str, seed: int, python: str) -> subprocess.Popen[str]:
+    """diffprivlib's own Python, with the problem loaded; it ends with this process."""
+    split = load(folder, table, seed)
+    dense = [m.toarray() if sparse.issparse(m) else m for m in (split.x, split.x_test)]
+    script = Path(__file__).with_name("peer_diffprivlib.py")
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "problem.npz"
+        np.savez(path, x_train=dense[0], y_train=split.y, x_test=dense[1])
+        process = subprocess.Popen(
+            [python, str(script), str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        _ask(process, 1.0, 1.0, 1.0)  # once, so that the file is read before it is gone
+    return process
+
+
+def _ask(process: subprocess.Popen[str], *numbers: float) -> np.ndarray:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(" ".join(map(str, numbers)) + "\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise RuntimeError("diffprivlib gave no answer; its error is above.")
+    return np.array(json.loads(answer))
+
+
+def work(run: Run, folder: Path, peer: str | None) -> dict[str, Any]:
+    """A run in a process of its own."""
+    split = load(folder, run.table, run.seed)
+    start = time.perf_counter()
+    scores, spent = scores_of(run, folder, peer)
+    return {
+        **asdict(run),
+        "accuracy": float(((scores > 0) == split.y_test).mean()),
+        "auc": float(roc_auc_score(split.y_test, scores)),
+        "records": int(split.x.shape[0]),
+        "features": int(split.x.shape[1]),
+        "seconds": time.perf_counter() - start,
+        **spent,
+    }
+
+
+def settings_of(method: str) -> Settings:
+    """The grid of a method; one entry where there is nothing to choose."""
+    if method in OPEN:
+        return (None,)
+    return PEER_SETTINGS if method == PEER else OURS[method][0]
+
+
+def best_choice(method: str, epsilon: float, results: Results) -> int:
+    """The setting with the best accuracy and AUC on the table for tuning."""
+    found = []
+    for choice in range(len(settings_of(method))):
+        rows = [results.of(Run(TUNED_ON, method, epsilon, choice, s)) for s in TUNING_SEEDS]
+        found.append(statistics.mean((r["accuracy"] + r["auc"]) / 2 for r in rows if r))
+    return int(np.argmax(found))
+
+
+def spread(rows: Sequence[dict[str, Any]], key: str) -> str:
+    """Mean and standard deviation in per cent."""
+    values = [100 * row[key] for row in rows]
+    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{statistics.mean(values):.1f} ± {deviation:.1f}"
+
+
+def overall(runs: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[str]:
+    """The lines of a table of means over all data sets."""
+    epsilons = sorted({row["epsilon"] for row in runs if row["method"] not in OPEN})
+    heads = [f"ε = {epsilon:g}" for epsilon in epsilons]
+    lines = ["| method | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for method in methods:
+        cells = []
+        for epsilon in epsilons:
+            shown = 0.0 if method in OPEN else epsilon
+            same = [r for r in runs if (r["method"], r["epsilon"]) == (method, shown)]
+            means = [f"{100 * statistics.mean(r[key] for r in same):.1f}" for key in KEYS]
+            cells.append(" / ".join(means))
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def markdown(runs: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
+    """Accuracy / AUC by ε, over all data sets and for each."""
+    lines = ["**all tables**: accuracy / AUC in %, means", "", *overall(runs, methods), ""]
+    for table in TABLES:
+        own = [row for row in runs if row["table"] == table]
+        if not own:
+            continue
+        size = f"n = {own[0]['records']:,}, p = {own[0]['features']}"
+        epsilons = sorted({row["epsilon"] for row in own if row["method"] not in OPEN})
+        heads = [f"ε = {epsilon:g}" for epsilon in epsilons]
+        lines += [f"**{table}**, {size}: accuracy / AUC in %", ""]
+        lines += ["| method | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for method in methods:
+            cells = []
+            for epsilon in epsilons:
+                shown = 0.0 if method in OPEN else epsilon
+                same = [r for r in own if (r["method"], r["epsilon"]) == (method, shown)]
+                cells.append(f"{spread(same, 'accuracy')} / {spread(same, 'auc')}" if same else "")
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[dict[str, Any]], methods: Sequence[str], path: Path) -> None:
+    """Accuracy and AUC against ε, a column for each table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tables = [table for table in TABLES if any(row["table"] == table for row in runs)]
+    figure, axes = plt.subplots(
+        2, len(tables), figsize=(4 * len(tables), 7), sharex=True, squeeze=False
+    )
+    for column, table in enumerate(tables):
+        for row, key in enumerate(KEYS):
+            axis = axes[row, column]
+            for method in methods:
+                own = [r for r in runs if (r["table"], r["method"]) == (table, method)]
+                by_epsilon: dict[float, list[float]] = {}
+                for r in own:
+                    by_epsilon.setdefault(r["epsilon"], []).append(100 * r[key])
+                means = {e: statistics.mean(by_epsilon[e]) for e in sorted(by_epsilon)}
+                if method in OPEN:
+                    colour = "black" if method == OPEN[1] else "grey"
+                    axis.axhline(means[0.0], color=colour, linestyle="--", label=method)
+                else:
+                    style = ":" if method == PEER else "-"
+                    axis.plot(means.keys(), means.values(), style, marker="o", ms=3, label=method)
+            axis.set_xscale("log")
+            axis.set_title(f"{table}: {key} in %", fontsize=9)
+            ours = [line.get_ydata() for line in axis.lines if line.get_label() != PEER]
+            low, high = np.min(np.concatenate(ours)), np.max(np.concatenate(ours))
+            axis.set_ylim(low - 0.1 * (high - low) - 0.1, high + 0.1 * (high - low) + 0.1)
+    for axis in axes[1]:
+        axis.set_xlabel("ε")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=5, fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Search, run, and show tables and plot."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--diffprivlib", help="a Python that has diffprivlib; without, left out")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/tables"))
+    options = parser.parse_args()
+    results = Results(options.out / "results.jsonl")
+    private = [*OURS, *([PEER] if options.diffprivlib else [])]
+    task = partial(work, folder=options.data, peer=options.diffprivlib)
+    # By table and seed, so that a process that has read a table goes on with it.
+    search = [
+        Run(TUNED_ON, method, epsilon, choice, seed)
+        for seed in TUNING_SEEDS
+        for method in private
+        for epsilon in options.epsilons
+        for choice in range(len(settings_of(method)))
+    ]
+    execute(search, results, task, options.jobs, "search")
+    chosen = {(m, e): best_choice(m, e, results) for m in private for e in options.epsilons}
+    first = Run("", "", 0.0, 0, 0)
+    final = [
+        replace(
+            first, table=table, method=method, epsilon=e, choice=chosen.get((method, e), 0), seed=s
+        )
+        for table in options.tables
+        for s in range(options.seeds)
+        for method in (*private, *OPEN)
+        for e in ((0.0,) if method in OPEN else options.epsilons)
+    ]
+    execute(final, results, task, options.jobs, "runs")
+    rows = [row for run in final if (row := results.of(run)) is not None]
+    text = markdown(rows, (*OPEN, *private))
+    (options.out / "tables.md").write_text(text + "\n")
+    plot(rows, (*OPEN, *private), options.out / "tables.png")
+    console = Console()
+    console.print(text, soft_wrap=True, markup=False)
+    settings = {f"{m}, ε = {e:g}": settings_of(m)[c] for (m, e), c in chosen.items()}
+    console.print("Settings found on", TUNED_ON, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The private side of a fit: clipped mean gradients, noise, and the ledger that comes first.
+
+    m(θ) = (1/n) Σ_i clip(g_i(θ), C)   n is a constant: neighbours differ in one record and share n
+    z                                  noise multiplier of a step, all its parts together
+
+Formal guarantee: adding or removing a record moves m by at most C/n. A step whose parts have noise
+multipliers z_b and z_B, 1/z² = 1/z_b² + 1/z_B², is one Gaussian mechanism of noise multiplier z.
+Every step uses every record, so nothing is sampled and nothing amplified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from dp_accounting import GaussianDpEvent
+
+from dpspan.convex.arrays import Array
+from dpspan.convex.losses import Loss
+from dpspan.convex.noise import GaussianNoise
+from dpspan.convex.oracles import PublicSide, SubspaceOracle, Tracker
+from dpspan.convex.rows import Rows
+from dpspan.convex.schedules import ClipSchedule
+from dpspan.convex.subspace import Span, Subspace, Whole
+from dpspan.ledger import Ledger
+
+Watch = Callable[[Iterable[int]], Iterable[int]]
+"""Goes over the steps as they come, to show progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateRecords:
+    """The records to protect, as a problem in the weights W (c, width)."""
+
+    rows: Rows
+    targets: Array
+    loss: Loss
+    divisor: int  # n, a public constant
+
+    def weights(self, parameters: Array, clip: float) -> Array:
+        """Each record's part of the sum, f_i D_i (n, c)."""
+        margins = self.rows.margins(parameters.reshape(self.targets.shape[1], -1))
+        with np.errstate(all="ignore"):  # what is not finite counts as zero
+            derivatives = self.loss.derivative(margins, self.targets)
+        return self.rows.clipped_weights(derivatives, clip)
+
+    def unprivate_mean(self, parameters: Array, clip: float) -> Array:
+        """m(θ), (P,)."""
+        return self.rows.combine(self.weights(parameters, clip)).ravel() / self.divisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One fit: what it is about, what it may spend and where its noise comes from."""
+
+    records: PrivateRecords
+    public: PublicSide
+    clip: ClipSchedule
+    noise_multiplier: float
+    ledger: Ledger
+    noise: GaussianNoise
+    start: Array
+    watch: Watch = field(default=lambda steps: steps)
+
+    def subspaces(self, oracle: SubspaceOracle) -> Tracker:
+        """What the oracle says, as long as it says it by a subspace that never lengthens."""
+        tracker = oracle.start(self.public)
+
+        def checked(parameters: Array) -> Subspace:
+            subspace = tracker(parameters)
+            if type(subspace) not in (Span, Whole):
+                raise TypeError(
+                    f"Expected a subspace oracle to give a Span or Whole, got {subspace!r}: the "
+                    "noise is made for coordinates that are no longer than what they stand for."
+                )
+            return subspace
+
+        return checked
+
+    def charge(self) -> None:
+        """Enter one step into the ledger; nothing of it is computed before that."""
+        self.ledger.charge(GaussianDpEvent(self.noise_multiplier))
+
+    def steps(self, count: int) -> Iterable[int]:
+        """1, 2, …, count."""
+        return self.watch(range(1, count + 1))

@@ -1,0 +1,191 @@
+"""One private fit of a linear model, from settings and records to weights and a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from dp_accounting import GaussianDpEvent
+from rich.progress import track
+
+from dpspan.accounting import Budget, calibrate_event
+from dpspan.certificate import ADD_OR_REMOVE, certificate
+from dpspan.checks import check_count, check_delta, check_number, expect
+from dpspan.convex.arrays import Array, Features
+from dpspan.convex.fitting import Fit, PrivateRecords
+from dpspan.convex.losses import Loss
+from dpspan.convex.methods import Method
+from dpspan.convex.noise import GaussianNoise
+from dpspan.convex.oracles import PublicSide
+from dpspan.convex.public_rows import digest, refuse_overlap
+from dpspan.convex.public_start import public_start
+from dpspan.convex.rows import Rows
+from dpspan.convex.scaling import Preparation, Scaling
+from dpspan.convex.schedules import ClipSchedule
+from dpspan.ledger import Ledger
+
+_ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
+STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The public configuration of a fit."""
+
+    epsilon: float
+    delta: float
+    method: Method
+    clip: ClipSchedule
+    loss: Loss
+    outputs: int
+    scaling: Scaling
+    row_norm: float | None
+    start: str
+    records: int | None
+    intercept: bool
+    accountant: str
+    seed: int | None
+    verbose: bool
+
+    def __post_init__(self) -> None:
+        expect(0 < check_number("epsilon", self.epsilon) < np.inf, "0 < epsilon", self.epsilon)
+        check_delta("delta", self.delta)
+        expect(self.start in STARTS, f"start to be one of {list(STARTS)}", self.start)
+        if self.row_norm is not None:
+            expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
+
+    def describe(self, divisor: int) -> dict[str, Any]:
+        """What the certificate says about training."""
+        return {
+            "kind": "convex, full batch",
+            "method": self.method.describe(),
+            "loss": repr(self.loss),
+            "clip": self.clip.describe(),
+            "scaling": self.scaling.describe(),
+            "row_norm": self.row_norm,
+            "intercept": self.intercept,
+            "start": self.start,
+            "divisor": divisor,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Features, targets (n, c) if there are any, and what the certificate should say of them."""
+
+    x: Features
+    targets: Array | None
+    name: str = ""
+    detail: str = ""
+    equal_rows_allowed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a fit releases."""
+
+    weights: Array  # (c, features)
+    intercepts: Array  # (c,)
+    preparation: Preparation
+    epsilon: float
+    certificate: dict[str, Any]
+
+
+def learn(
+    settings: Settings, private: Table, public: Table | None, ledger: Ledger | None
+) -> Learned:
+    """Fit privately; everything is checked before the first release."""
+    if private.targets is None:
+        raise ValueError("Expected targets for the private records, got none.")
+    count = int(private.x.shape[0])
+    divisor = count if settings.records is None else check_count("records", settings.records)
+    if settings.delta * divisor >= 1:
+        raise ValueError(
+            f"Expected delta below 1/n = {1 / divisor:.3g}, got {settings.delta:g}: a larger one "
+            "allows to publish a record outright."
+        )
+    if public is not None and not public.equal_rows_allowed:
+        refuse_overlap(public.x, private.x, public.name)
+
+    open_x = None if public is None else public.x
+    preparation = replace(settings.scaling.prepare(open_x), row_norm=settings.row_norm)
+    rows = Rows(preparation.apply(private.x), intercept=settings.intercept)
+    side = PublicSide(
+        outputs=settings.outputs,
+        width=rows.width,
+        loss=settings.loss,
+        rows=None
+        if public is None
+        else Rows(preparation.apply(public.x), intercept=settings.intercept),
+        targets=None if public is None else public.targets,
+    )
+
+    steps = settings.method.steps
+    ledger = _opened(settings, ledger)
+    z = _calibrated(settings.epsilon, settings.delta, steps, ledger.accountant)
+    ledger.reserve(GaussianDpEvent(z), steps)
+    if settings.seed is not None:
+        ledger.invalidate("noise was drawn from a fixed random_state")
+    if settings.records is None:  # on the ledger too, which other certificates may be made from
+        ledger.warn(
+            f"The number of records of a fit, {count}, was taken to be public: the guarantee is "
+            f"for {_ZERO_OUT}."
+        )
+    if private.detail:
+        ledger.warn(private.detail)
+    if public is not None:
+        ledger.declare_public(
+            public.name, digest(public.x, public.targets), public.x.shape[0], public.detail
+        )
+    theta = settings.method.minimise(
+        Fit(
+            records=PrivateRecords(
+                rows=rows, targets=private.targets, loss=settings.loss, divisor=divisor
+            ),
+            public=side,
+            clip=settings.clip,
+            noise_multiplier=z,
+            ledger=ledger,
+            noise=GaussianNoise(settings.seed),
+            start=STARTS[settings.start](side),
+            watch=_shown if settings.verbose else _unseen,
+        )
+    )
+    weights = theta.reshape(settings.outputs, rows.width)
+    features = int(private.x.shape[1])
+    return Learned(
+        weights=weights[:, :features],
+        intercepts=weights[:, features] if settings.intercept else np.zeros(settings.outputs),
+        preparation=preparation,
+        epsilon=ledger.epsilon(settings.delta),
+        certificate=certificate(
+            ledger,
+            delta=settings.delta,
+            training={**settings.describe(divisor), "noise_multiplier": z},
+            adjacency=ADD_OR_REMOVE if settings.records is not None else _ZERO_OUT,
+        ),
+    )
+
+
+def _opened(settings: Settings, ledger: Ledger | None) -> Ledger:
+    if ledger is not None:
+        return ledger
+    budget = Budget(epsilon=settings.epsilon, delta=settings.delta)
+    return Ledger(accountant=settings.accountant, budget=budget)
+
+
+@lru_cache(maxsize=256)  # a function of four numbers that takes half a second
+def _calibrated(epsilon: float, delta: float, steps: int, accountant: str) -> float:
+    budget = Budget(epsilon=epsilon, delta=delta)
+    return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant)
+
+
+def _shown(steps: Iterable[int]) -> Iterable[int]:
+    return track(steps, description="private steps")
+
+
+def _unseen(steps: Iterable[int]) -> Iterable[int]:
+    return steps

@@ -1,0 +1,110 @@
+"""Losses of linear models as functions of the margins.
+
+    M = X Wᵀ    margins, (n, c): one column for two classes or a number, c for c classes
+    Y           targets, (n, c), as `one_hot` makes them from labels
+    D = ∂ℓ/∂M   derivatives, (n, c): the gradient of record i in W is D_i ⊗ x_i, of norm ‖D_i‖·‖x_i‖
+
+So nothing else of a loss is needed, and no gradient of a single record is ever built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from dpspan.checks import check_number, expect
+from dpspan.convex.arrays import Array
+
+
+class Loss(Protocol):
+    """A convex loss of the margins; both methods go record by record."""
+
+    def value(self, margins: Array, targets: Array) -> Array:
+        """ℓ of each record, (n,)."""
+
+    def derivative(self, margins: Array, targets: Array) -> Array:
+        """D, (n, c)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logistic:
+    """Logistic loss: targets 0 or 1 in one column, or one-hot in c columns (softmax)."""
+
+    def value(self, margins: Array, targets: Array) -> Array:
+        if margins.shape[1] == 1:
+            loss: Array = np.logaddexp(0.0, margins[:, 0]) - targets[:, 0] * margins[:, 0]
+            return loss
+        total: Array = special.logsumexp(margins, axis=1) - (targets * margins).sum(1)
+        return total
+
+    def derivative(self, margins: Array, targets: Array) -> Array:
+        one = margins.shape[1] == 1
+        predicted: Array = special.expit(margins) if one else special.softmax(margins, axis=1)
+        return predicted - targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothedHinge:
+    """Hinge loss, rounded off over `width` below the margin 1 (0: the hinge itself).
+
+    Targets are ±1, in one column, or in c columns (one class against the rest, added up).
+    """
+
+    width: float = 0.5
+
+    def __post_init__(self) -> None:
+        expect(0 <= check_number("width", self.width) <= 2, "0 <= width <= 2", self.width)
+
+    def value(self, margins: Array, targets: Array) -> Array:
+        short = np.maximum(1 - targets * margins, 0.0)  # how far the margin falls short of 1
+        if self.width > 0:
+            short = np.where(
+                short < self.width, short**2 / (2 * self.width), short - self.width / 2
+            )
+        total: Array = short.sum(1)
+        return total
+
+    def derivative(self, margins: Array, targets: Array) -> Array:
+        short = 1 - targets * margins
+        slope = np.clip(short / self.width, 0, 1) if self.width > 0 else (short > 0).astype(float)
+        return np.asarray(-targets * slope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squared:
+    """(m − y)²/2."""
+
+    def value(self, margins: Array, targets: Array) -> Array:
+        total: Array = ((margins - targets) ** 2).sum(1) / 2
+        return total
+
+    def derivative(self, margins: Array, targets: Array) -> Array:
+        return margins - targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Huber:
+    """Squared near the target, absolute beyond `threshold`: a bound on the derivative, smoothly."""
+
+    threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        expect(check_number("threshold", self.threshold) > 0, "threshold > 0", self.threshold)
+
+    def value(self, margins: Array, targets: Array) -> Array:
+        total: Array = special.huber(self.threshold, margins - targets).sum(1)
+        return total
+
+    def derivative(self, margins: Array, targets: Array) -> Array:
+        return np.clip(margins - targets, -self.threshold, self.threshold)
+
+
+def one_hot(codes: NDArray[np.intp], classes: int, *, low: float) -> Array:
+    """Class codes as targets: 1 for the class, `low` for the others; two classes in one column."""
+    if classes == 2:
+        return np.where(codes == 1, 1.0, low)[:, None]
+    return np.where(codes[:, None] == np.arange(classes), 1.0, low)

@@ -1,0 +1,365 @@
+"""The estimators: scikit-learn's checks, privacy, certificates, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent
+from scipy import sparse
+from sklearn.base import clone
+from sklearn.datasets import load_digits, make_classification, make_regression
+from sklearn.model_selection import cross_val_score
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from dpspan import Budget, BudgetExceeded, Ledger, write_certificate
+from dpspan.convex import (
+    FeatureBounds,
+    GivenBasis,
+    GradientDescent,
+    Huber,
+    NoisyAdaGrad,
+    PrivateLinearRegression,
+    PrivateLinearSVC,
+    PrivateLogisticRegression,
+    PublicFeatures,
+    PublicRows,
+    PublicScaling,
+)
+from dpspan.convex.methods import METHODS
+from dpspan.convex.noise import GaussianNoise
+
+ESTIMATORS = [PrivateLogisticRegression, PrivateLinearSVC, PrivateLinearRegression]
+QUICK: dict[str, Any] = {"accountant": "rdp"}  # a hundredth of a second instead of half a one
+
+
+@parametrize_with_checks([kind(**QUICK) for kind in ESTIMATORS])
+def test_scikit_learns_checks(estimator, check) -> None:
+    """All of them, no exceptions: noise is fixed by random_state, at the default ε = 1."""
+    check(estimator)
+
+
+def table(n: int = 2000, classes: int = 2, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    x, y = make_classification(
+        n_samples=n,
+        n_features=12,
+        n_informative=6,
+        n_classes=classes,
+        class_sep=2.0,
+        random_state=seed,
+    )
+    return x, y
+
+
+@pytest.fixture(scope="module")
+def fitted() -> PrivateLogisticRegression:
+    x, y = table()
+    return PrivateLogisticRegression(epsilon=2.0).fit(x[100:], y[100:], public=x[:100])
+
+
+# -- learning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS[:2])
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("form", [np.asarray, sparse.csr_matrix, sparse.csr_array])
+def test_classes_are_learned(kind, classes: int, form) -> None:
+    x, y = table(classes=classes)
+    labels = np.array(["apple", "bear", "cat", "dog"])[y]
+    model = kind(epsilon=8.0, random_state=0, **QUICK).fit(form(x[:1500]), labels[:1500])
+    majority = np.unique(labels, return_counts=True)[1].max() / len(labels)
+    assert model.score(form(x[1500:]), labels[1500:]) > majority + 0.25
+    assert model.coef_.shape == (1 if classes == 2 else classes, 12)
+    assert model.decision_function(form(x)).shape == ((2000,) if classes == 2 else (2000, 4))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns(name: str) -> None:
+    x, y = table()
+    model = PrivateLogisticRegression(epsilon=8.0, method=name, random_state=1, **QUICK)
+    model.fit(x[100:1500], y[100:1500], public=x[:100])
+    assert model.score(x[1500:], y[1500:]) > 0.8
+
+
+def test_probabilities() -> None:
+    for classes in (2, 3):
+        x, y = table(classes=classes)
+        model = PrivateLogisticRegression(epsilon=8.0, **QUICK).fit(x, y)
+        p = model.predict_proba(x)
+        np.testing.assert_allclose(p.sum(1), 1)
+        np.testing.assert_allclose(np.exp(model.predict_log_proba(x)), p, atol=1e-12)
+        np.testing.assert_array_equal(model.classes_[p.argmax(1)], model.predict(x))
+
+
+@pytest.mark.parametrize("loss", ["squared", "huber", Huber(threshold=0.3)])
+@pytest.mark.parametrize("shift", [0.0, 500.0])
+def test_numbers_are_learned(loss, shift: float) -> None:
+    x, y = make_regression(n_samples=2000, n_features=5, noise=5.0, random_state=0)
+    y = y + shift
+    model = PrivateLinearRegression(
+        epsilon=8.0, loss=loss, target_bounds=(shift - 300, shift + 300), random_state=0, **QUICK
+    ).fit(x[:1500], y[:1500])
+    assert model.score(x[1500:], y[1500:]) > 0.8
+    np.testing.assert_allclose(model.predict(x), x @ model.coef_ + model.intercept_)
+
+
+def test_dense_and_sparse_are_the_same_fit() -> None:
+    x, y = table(500)
+    models = [
+        PrivateLogisticRegression(random_state=3, scaling=PublicScaling(center=False), **QUICK).fit(
+            form(x[50:]), y[50:], public=form(x[:50])
+        )
+        for form in (np.asarray, sparse.csr_matrix)
+    ]
+    np.testing.assert_allclose(models[0].coef_, models[1].coef_, atol=1e-10)
+
+
+def test_a_public_start_needs_no_private_step_to_be_good() -> None:
+    x, y = load_digits(return_X_y=True)
+    model = PrivateLogisticRegression(
+        epsilon=0.05,
+        method=GradientDescent(steps=1, learning_rate=1e-6),
+        start="public",
+        scaling=FeatureBounds(low=0, high=16),
+        **QUICK,
+    ).fit(x[300:], y[300:], public=(x[:300], y[:300]))
+    assert model.score(x[300:], y[300:]) > 0.8
+
+
+def test_scaling_goes_with_the_model() -> None:
+    x, y = table()
+    wide = x * 10.0 ** np.arange(-6, 6) + 100
+    plain = PrivateLogisticRegression(random_state=0, scaling="public", **QUICK)
+    score = clone(plain).fit(x[100:], y[100:], public=x[:100]).score(x, y)
+    scaled = clone(plain).fit(wide[100:], y[100:], public=wide[:100])
+    assert scaled.score(wide, y) == pytest.approx(score, abs=0.02)
+
+
+# -- privacy --------------------------------------------------------------------------------------
+
+
+def test_epsilon_is_spent_and_never_exceeded(fitted) -> None:
+    assert 1.998 <= fitted.epsilon_ <= 2.0
+    document = fitted.certificate_
+    assert document["private"] is True
+    assert document["delta"] == 1e-6
+    assert document["steps"] == METHODS["adagrad"].steps
+    assert document["training"]["divisor"] == 1900
+    assert document["training"]["method"]["name"] == "NoisyAdaGrad"
+    assert document["public"][0]["count"] == 100
+    assert any("number of records of a fit, 1900, was taken" in w for w in document["warnings"])
+    assert document["adjacency"].startswith("one record counted or not")
+    assert any("set of class labels was read" in w for w in document["warnings"])
+
+
+def test_the_certificate_is_a_document(fitted, tmp_path) -> None:
+    path = write_certificate(tmp_path / "certificate.json", fitted.certificate_)
+    assert json.loads(path.read_text()) == fitted.certificate_
+    assert pickle.loads(pickle.dumps(fitted)).certificate_ == fitted.certificate_
+
+
+def test_what_is_stated_in_advance_is_no_warning() -> None:
+    x, y = table(300)
+    model = PrivateLogisticRegression(classes=[0, 1], records=250, **QUICK).fit(x, y)
+    assert model.certificate_["warnings"] == []
+    assert model.certificate_["training"]["divisor"] == 250
+    assert model.certificate_["adjacency"] == "add or remove one record"
+    assert "300" not in json.dumps(model.certificate_)
+
+
+def test_the_same_multiplier_gives_the_same_epsilon_whatever_the_method() -> None:
+    x, y = table(300)
+    found = {
+        PrivateLogisticRegression(method=method, **QUICK)
+        .fit(x[50:], y[50:], public=x[:50])
+        .epsilon_
+        for method in METHODS.values()
+    }
+    assert len(found) == 1
+
+
+def test_noise_is_as_large_as_the_ledger_says(monkeypatch) -> None:
+    stds: list[float] = []
+
+    def normal(self, size: int, std: float) -> np.ndarray:
+        stds.append(std)
+        return np.zeros(size)
+
+    monkeypatch.setattr(GaussianNoise, "normal", normal)
+    x, y = table(300)
+    ledger = Ledger()
+    method = GradientDescent(steps=5)
+    PrivateLogisticRegression(method=method, clip=0.3).fit(x, y, ledger=ledger)
+    ((event, count),) = ledger.events
+    assert count == 5
+    assert isinstance(event, GaussianDpEvent)
+    assert stds == [pytest.approx(event.noise_multiplier * 0.3 / 300)] * 5
+    assert 0.999 <= ledger.epsilon(1e-6) <= 1.0
+
+
+def test_noise_is_fresh_unless_fixed() -> None:
+    x, y = table(300)
+    one, other = (PrivateLogisticRegression(**QUICK).fit(x, y) for _ in range(2))
+    assert not np.array_equal(one.coef_, other.coef_)
+    np.random.seed(0)  # the global seed changes nothing
+    third = PrivateLogisticRegression(**QUICK).fit(x, y)
+    np.random.seed(0)
+    fourth = PrivateLogisticRegression(**QUICK).fit(x, y)
+    assert not np.array_equal(third.coef_, fourth.coef_)
+    fixed = [PrivateLogisticRegression(random_state=4, **QUICK).fit(x, y) for _ in range(2)]
+    np.testing.assert_array_equal(fixed[0].coef_, fixed[1].coef_)
+    for document in (m.certificate_ for m in fixed):
+        assert document["private"] is False
+        assert document["not_private_because"] == ["noise was drawn from a fixed random_state"]
+
+
+def test_a_shared_ledger_adds_up_and_refuses() -> None:
+    x, y = table(300)
+    ledger = Ledger(accountant="rdp", budget=Budget(epsilon=2.0, delta=1e-6))
+    model = PrivateLogisticRegression(epsilon=1.0)
+    first = clone(model).fit(x, y, ledger=ledger).epsilon_
+    second = clone(model).fit(x, y, ledger=ledger).epsilon_
+    assert first < second <= 2.0
+    spent = ledger.events
+    with pytest.raises(BudgetExceeded):
+        clone(model).set_params(epsilon=1.5).fit(x, y, ledger=ledger)
+    assert ledger.events == spent  # refused before the first step
+
+
+def test_one_record_moves_a_noiseless_fit_by_little(monkeypatch) -> None:
+    """Through all of the estimator: one step of descent moves by at most η·C/n."""
+    monkeypatch.setattr(GaussianNoise, "normal", lambda self, size, std: np.zeros(size))
+    x, y = table(300)
+    x[0] = 1e9
+    for kind in ESTIMATORS:
+        for basis in (None, GivenBasis(basis=np.random.default_rng(0).standard_normal((13, 4)))):
+            method = GradientDescent(steps=1, learning_rate=1.0)
+            if basis is not None:
+                method = GradientDescent(steps=1, learning_rate=1.0, subspace=basis)
+            weights = []
+            for first in (0, 1):
+                model = kind(method=method, clip=0.5, records=300, **QUICK).fit(
+                    x[first:], y[first:]
+                )
+                weights.append(np.append(model.coef_, model.intercept_))
+            moved = float(np.linalg.norm(weights[0] - weights[1]))
+            assert moved <= 0.5 / 300 * (1 + 1e-9)
+            assert moved > 0.1 * 0.5 / 300
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused(kind, bad: float) -> None:
+    x, y = table(100)
+    x[3, 4] = bad
+    with pytest.raises(ValueError, match=r"contains (NaN|infinity)"):
+        kind(**QUICK).fit(x, y)
+    good, _ = table(100)
+    with pytest.raises(ValueError, match=r"(?i)(input|public).*contains (NaN|infinity)"):
+        kind(**QUICK).fit(good, y, public=x[:10])
+    if kind is PrivateLinearRegression:
+        with pytest.raises(ValueError, match=r"contains (NaN|infinity)"):
+            kind(**QUICK).fit(good, np.where(np.arange(100) == 3, bad, y))
+
+
+def test_shapes_are_checked() -> None:
+    x, y = table(100)
+    model = PrivateLogisticRegression(**QUICK)
+    with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+        model.fit(x, y[:50])
+    with pytest.raises(ValueError, match=r"Expected public rows of 12 features.*got 5"):
+        model.fit(x, y, public=x[:10, :5])
+    with pytest.raises(ValueError, match="one label for each of the 10 public rows"):
+        model.fit(x[10:], y[10:], public=(x[:10], y[:9]))
+    model.fit(x, y)
+    with pytest.raises(ValueError, match="expecting 12 features"):
+        model.predict(x[:, :5])
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS[:2])
+def test_one_class_only(kind) -> None:
+    x, _ = table(100)
+    with pytest.raises(ValueError, match="at least two classes, got 1 class"):
+        kind(**QUICK).fit(x, np.zeros(100))
+    model = kind(classes=[0, 1], **QUICK).fit(x, np.zeros(100))  # known: learned all the same
+    assert list(model.classes_) == [0, 1]
+
+
+def test_labels_outside_of_the_classes() -> None:
+    x, y = table(100, classes=3)
+    with pytest.raises(ValueError, match="labels in y are none of the classes"):
+        PrivateLogisticRegression(classes=[0, 1], **QUICK).fit(x, y)
+    with pytest.raises(ValueError, match="the public labels are none of the classes"):
+        PrivateLogisticRegression(**QUICK).fit(x[5:], y[5:], public=(x[:5], np.full(5, 9)))
+
+
+def test_public_rows_that_are_private() -> None:
+    x, y = table(100)
+    model = PrivateLogisticRegression(scaling="public", **QUICK)
+    with pytest.raises(ValueError, match="10 of the 10 public rows 'public' also occur"):
+        model.fit(x, y, public=x[:10])
+    model.fit(x, y, public=PublicRows(x=x[:10], equal_rows_allowed=True))
+    assert "equal private rows allowed" in model.certificate_["public"][0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"clip": "auto"}, "inferred from private records"),
+        ({"clip": None}, "inferred from private records"),
+        ({"scaling": "standard"}, "would release them without noise"),
+        ({"scaling": "public"}, "needs some: pass public=X_pub to fit"),
+        ({"method": "projected"}, "PublicFeatures needs public rows"),
+        ({"start": "public"}, "start='public' needs public rows"),
+        ({"start": "warm"}, "start to be one of"),
+        ({"delta": 0.01}, "Expected delta below 1/n = 0.01, got 0.01"),
+        ({"delta": 0.0}, "0 < delta < 1"),
+        ({"epsilon": 0.0}, "0 < epsilon"),
+        ({"epsilon": math.nan}, "epsilon to be a number"),
+        ({"row_norm": 0.0}, "row_norm > 0"),
+        ({"records": 0}, "records to be a whole number of at least 1"),
+        ({"method": "sgd"}, "Expected method to be one of"),
+        ({"accountant": "moments"}, "accountant to be one of"),
+    ],
+)
+def test_refused_parameters(parameters: dict[str, Any], message: str) -> None:
+    x, y = table(100)
+    for kind in ESTIMATORS:
+        with pytest.raises(ValueError, match=message):
+            kind(**{**QUICK, **parameters}).fit(x, y)
+
+
+def test_refused_losses_and_bounds() -> None:
+    x, y = table(100)
+    with pytest.raises(ValueError, match="loss to be one of"):
+        PrivateLinearRegression(loss="absolute", **QUICK).fit(x, y)
+    with pytest.raises(ValueError, match="finite target_bounds, low < high"):
+        PrivateLinearRegression(target_bounds=(1, 1), **QUICK).fit(x, y)
+    with pytest.raises(ValueError, match="0 <= width <= 2"):
+        PrivateLinearSVC(smoothing=3, **QUICK).fit(x, y)
+
+
+# -- scikit-learn's ways --------------------------------------------------------------------------
+
+
+def test_parameters_and_tools() -> None:
+    model = PrivateLogisticRegression(method=NoisyAdaGrad(subspace=PublicFeatures(rank=3)))
+    assert clone(model).get_params() == model.get_params()
+    x, y = table(300)
+    scores = cross_val_score(PrivateLogisticRegression(epsilon=5.0, **QUICK), x, y, cv=3)
+    assert scores.shape == (3,)
+
+
+def test_progress_is_shown_on_request(capsys) -> None:
+    x, y = table(100)
+    PrivateLogisticRegression(**QUICK).fit(x, y)
+    assert capsys.readouterr().out == ""
+    PrivateLogisticRegression(verbose=1, **QUICK).fit(x, y)
+    assert "private steps" in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""Sums of clipped gradients: against one gradient a record, and their sensitivity."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import sparse
+
+from convex_oracle import clipped_mean, gradients
+from dpspan.convex.fitting import PrivateRecords
+from dpspan.convex.losses import Logistic, SmoothedHinge, Squared, one_hot
+from dpspan.convex.rows import Rows, norm_bounds
+
+FORMS = {"dense": np.asarray, "csr matrix": sparse.csr_matrix, "csr array": sparse.csr_array}
+
+
+def records(form: str, *, intercept: bool, classes: int, seed: int = 0) -> PrivateRecords:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((30, 7)) * (rng.random((30, 7)) < 0.6) * 10.0 ** rng.integers(-2, 3)
+    targets = one_hot(rng.integers(classes, size=30), classes, low=0.0)
+    rows = Rows(FORMS[form](x), intercept=intercept)
+    return PrivateRecords(rows=rows, targets=targets, loss=Logistic(), divisor=30)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("classes", [2, 4])
+def test_the_clipped_mean_is_that_of_single_gradients(
+    form: str, intercept: bool, classes: int
+) -> None:
+    private = records(form, intercept=intercept, classes=classes)
+    size = private.rows.width * private.targets.shape[1]
+    theta = np.random.default_rng(1).standard_normal(size)
+    for clip in (1e-3, 0.5, 1e6):
+        mean = private.unprivate_mean(theta, clip)
+        np.testing.assert_allclose(mean, clipped_mean(private, theta, clip), atol=1e-12 * clip)
+    norms = np.linalg.norm(gradients(private, theta), axis=1)
+    bounds = private.rows.norm_bounds
+    d = private.loss.derivative(
+        private.rows.margins(theta.reshape(private.targets.shape[1], -1)), private.targets
+    )
+    np.testing.assert_allclose(bounds * np.linalg.norm(d, axis=1), norms, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_are_never_underestimated(form: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 300)) * 10.0 ** rng.integers(-160, 150, size=(50, 1))
+    bounds = norm_bounds(FORMS[form](x))
+    for row, bound in zip(x, bounds, strict=True):
+        exact = math.hypot(*row)  # correctly rounded to an ulp or so, and free of underflow
+        assert bound >= exact * (1 - 2**-52)
+        assert bound <= exact * (1 + 1e-12) + 1e-150
+
+
+scales = st.sampled_from([0.0, 1e-310, 1e-160, 1e-20, 1.0, 1e4, 1e100, 1e160, 1e300])
+wild = st.sampled_from([0.0, 1e-200, 1e-3, 1.0, 1e6, 1e200, math.inf, math.nan])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    others=st.lists(st.tuples(scales, wild), min_size=0, max_size=5),
+    newcomer=st.tuples(scales, wild),
+    seed=st.integers(0, 2**16),
+    intercept=st.booleans(),
+    form=st.sampled_from(sorted(FORMS)),
+    clip=st.sampled_from([1e-6, 1.0, 1e5]),
+)
+def test_a_record_moves_the_sum_by_at_most_the_clip(
+    others: list[tuple[float, float]],
+    newcomer: tuple[float, float],
+    seed: int,
+    intercept: bool,
+    form: str,
+    clip: float,
+) -> None:
+    rng = np.random.default_rng(seed)
+    pairs = np.array([*others, newcomer])
+    x = rng.standard_normal((len(pairs), 5)) * pairs[:, :1]
+    d = rng.standard_normal((len(pairs), 3)) * pairs[:, 1:]
+
+    def total(count: int) -> np.ndarray:
+        rows = Rows(FORMS[form](x[:count]), intercept=intercept)
+        return rows.combine(rows.clipped_weights(d[:count], clip))
+
+    difference = total(len(x)) - total(len(x) - 1)
+    assert np.isfinite(difference).all()
+    rounding = 8 * len(x) * clip * 2**-52
+    assert np.linalg.norm(difference / clip) <= 1 + rounding / clip
+
+
+@pytest.mark.parametrize("loss", [Logistic(), Squared(), SmoothedHinge()])
+def test_what_is_not_finite_contributes_nothing(loss) -> None:
+    x = np.array([[1.0, 2.0], [1e308, 1e308], [3.0, -1.0]])
+    targets = np.array([[1.0], [1.0], [0.0]])
+    theta = np.array([10.0, -20.0])  # the margin of the second record overflows
+    both = PrivateRecords(
+        rows=Rows(x, intercept=False), targets=targets, loss=loss, divisor=3
+    ).unprivate_mean(theta, 1.0)
+    kept = PrivateRecords(
+        rows=Rows(x[[0, 2]], intercept=False), targets=targets[[0, 2]], loss=loss, divisor=3
+    ).unprivate_mean(theta, 1.0)
+    np.testing.assert_array_equal(both, kept)
+
+
+def test_no_records_at_all() -> None:
+    none = PrivateRecords(
+        rows=Rows(np.empty((0, 3)), intercept=True),
+        targets=np.empty((0, 1)),
+        loss=Logistic(),
+        divisor=10,
+    )
+    np.testing.assert_array_equal(none.unprivate_mean(np.zeros(4), 1.0), np.zeros(4))
