@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from dp_accounting import pld, rdp
-from dp_accounting.dp_event import DpEvent
+from dp_accounting.dp_event import DiscreteLaplaceDpEvent, DpEvent
 from dp_accounting.privacy_accountant import NeighboringRelation
 
 from dpspan.checks import check_count, check_delta, check_number, expect
@@ -284,11 +284,30 @@ _ACCOUNTANTS: Mapping[str, Callable[[Events, float], float]] = {
 
 def _renyi(events: Events, orders: Sequence[float] | None) -> tuple[Any, Any]:
     """The orders and the Rényi divergences at them."""
+    pure = [(event, count) for event, count in events if _is_pure(event)]
+    others = [(event, count) for event, count in events if not _is_pure(event)]
     with _quiet_absl():
-        accountant = _composed(rdp.RdpAccountant(orders), events)
+        accountant = _composed(rdp.RdpAccountant(orders), others)
     # A negative divergence is a rounding error; dp-accounting would take it for ε = 0.
     divergences = np.abs(accountant.rdp)
+    for event, count in pure:
+        divergences = divergences + count * _pure_divergences(event, accountant.orders)
     return accountant.orders, np.where(np.isnan(divergences), np.inf, divergences)
+
+
+def _is_pure(event: DpEvent) -> bool:
+    """Whether it is ε-DP (see `pure_event`), of an ε that dp-accounting does not refuse."""
+    return isinstance(event, DiscreteLaplaceDpEvent) and event.noise_parameter > 0
+
+
+def _pure_divergences(event: Any, orders: Any) -> Any:
+    """Rényi divergences of an event that dp-accounting's RDP does not know.
+
+    Randomised response has the largest: log((exp(αε) + exp((1 − α)ε)) / (1 + exp(ε))) / (α − 1).
+    """
+    epsilon = event.noise_parameter * event.sensitivity
+    total = np.logaddexp(orders * epsilon, (1 - orders) * epsilon) - np.logaddexp(0.0, epsilon)
+    return total / (orders - 1)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""dp_accounting's events: the one of a training step, and the JSON form of all of them."""
+"""dp_accounting's events: those of a step and of a choice, and the JSON form of all of them."""
 
 import math
 from collections.abc import Mapping
@@ -26,6 +26,18 @@ def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
     return dp_event.PoissonSampledDpEvent(
         float(sample_rate), dp_event.GaussianDpEvent(float(noise_multiplier))
     )
+
+
+def pure_event(epsilon: float) -> DpEvent:
+    """The event of anything that is ε-DP with δ = 0, a private choice for example.
+
+    Randomised response costs the most of all that is ε-DP. dp-accounting refuses its event when
+    records are added or removed; the discrete Laplace mechanism of sensitivity 1 has the same
+    privacy losses, +ε and −ε with odds of exp(ε) to 1. (The Laplace mechanism's are smaller.)
+    """
+    in_range = 0 < check_number("epsilon", epsilon) < math.inf
+    expect(in_range, "epsilon > 0 and finite", epsilon)
+    return dp_event.DiscreteLaplaceDpEvent(float(epsilon), 1)
 
 
 def event_to_json(event: DpEvent) -> dict[str, Any]:

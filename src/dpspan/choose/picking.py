@@ -1,0 +1,104 @@
+"""Two ways to pick the best of several candidates with ε-DP, drawn exactly.
+
+q_j is the score of candidate j, q* the largest. A candidate that comes up is taken with probability
+exp(ε(q_j − q*)). The exponential mechanism lets candidates come up with replacement, so that each
+is taken with probability proportional to exp(ε·q_j). Permute-and-flip (McKenna and Sheldon) does
+without, which is the law of the largest q_j + Exponential(1/ε) noise and errs no more often.
+
+Both are ε-DP if adding a record raises each q_j by something between 0 and 1:
+
+- exponential: no weight grows by more than exp(ε), none shrinks, so neither does their sum, and
+  the ratio of the two lies between exp(−ε) and exp(ε);
+- permute-and-flip: fix the noise of all but j. Candidate j wins if its own noise passes some r, and
+  with the record added or removed if it passes r + 1 at the most. P(noise ≥ r + 1) ≥
+  exp(−ε)·P(noise ≥ r).
+
+No floating-point number takes part in a draw: scores are whole numbers of a small unit, ε is a
+fraction, and a coin of probability exp(−γ) is made of fair draws from the operating system
+(Canonne, Kamath and Steinke). So the low bits of a float cannot give anything away; how long a
+draw takes could.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Protocol
+
+from dpspan.checks import expect
+
+Below = Callable[[int], int]  # a uniform whole number from 0 to below its argument
+
+
+class Pick(Protocol):
+    """A way to pick the index of a large score."""
+
+    name: ClassVar[str]
+
+    def draw(self, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
+        """One index; ε is per unit of the scores."""
+
+    def success(self, candidates: int, gap: float) -> float:
+        """The probability of the best if all others are `gap` = ε(q* − q_j) behind."""
+
+
+@dataclass(frozen=True)
+class PermuteAndFlip:
+    """Candidates come up in random order, each once; the best is taken when it comes up."""
+
+    name: ClassVar[str] = "permute-and-flip"
+
+    def draw(self, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
+        left, best = list(range(len(scores))), max(scores)
+        while True:
+            index = left.pop(below(len(left)))
+            if coin(epsilon * (best - scores[index]), below):
+                return index
+
+    def success(self, candidates: int, gap: float) -> float:
+        # The best comes up after i others, each i as likely, and they must all be passed over.
+        passed = -math.expm1(-gap)
+        return sum(passed**i for i in range(candidates)) / candidates
+
+
+@dataclass(frozen=True)
+class ExponentialMechanism:
+    """Candidates come up at random until one is taken."""
+
+    name: ClassVar[str] = "exponential"
+
+    def draw(self, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
+        best = max(scores)
+        while True:
+            index = below(len(scores))
+            if coin(epsilon * (best - scores[index]), below):
+                return index
+
+    def success(self, candidates: int, gap: float) -> float:
+        return 1 / (1 + (candidates - 1) * math.exp(-gap))
+
+
+_PICKS: Mapping[str, Pick] = {
+    pick.name: pick for pick in (PermuteAndFlip(), ExponentialMechanism())
+}
+
+
+def pick_named(name: str) -> Pick:
+    """The mechanism of that name."""
+    expect(name in _PICKS, f"mechanism to be one of {sorted(_PICKS)}", name)
+    return _PICKS[name]
+
+
+def coin(gamma: Fraction, below: Below) -> bool:
+    """True with probability exp(−γ), exactly, for a γ of at least 0."""
+    while gamma > 1:
+        if not coin(Fraction(1), below):
+            return False
+        gamma -= 1
+    # 1 − γ + γ²/2 − …: coins of probability γ/1, γ/2, … are thrown until one fails.
+    throws = 1
+    while below(throws * gamma.denominator) < gamma.numerator:
+        throws += 1
+    return throws % 2 == 1

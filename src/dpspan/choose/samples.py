@@ -1,0 +1,75 @@
+"""Samples of datasets that are to be compared: so many of each, or of several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from dpspan.checks import check_count
+from dpspan.public import PublicData
+
+
+def drawn(source: object, samples: int, *, seed: int, name: str) -> PublicData:
+    """At most `samples` of a dataset, by a seed that is no secret; of a large one only those.
+
+    Anything that `PublicData.of` reads; a private batch that is compared without privacy too.
+    """
+    check_count("samples", samples)
+    if isinstance(source, Dataset) and hasattr(source, "__len__") and len(source) > samples:
+        source = Subset(source, _chosen(len(source), samples, seed).tolist())
+    data = replace(PublicData.of(source, name=name), name=name)
+    if data.count <= samples:
+        return data
+    return _held(name, _batches(data, _chosen(data.count, samples, seed)))
+
+
+def combined(
+    sources: Sequence[object], samples: int, *, seed: int = 0, name: str = "combined"
+) -> PublicData:
+    """Several public datasets as one candidate: `samples` in all, the same number of each.
+
+    Labels are renumbered so that no two datasets share a class; random labels ignore them.
+    """
+    if len(sources) < 2:
+        raise ValueError(f"Expected at least 2 datasets to combine, got {len(sources)}.")
+    share = check_count("samples", samples) // len(sources)
+    parts = [drawn(source, max(1, share), seed=seed, name=name) for source in sources]
+    batches: list[tuple[Any, ...]] = []
+    classes = 0
+    for part in parts:
+        own = list(_batches(part, None))
+        numbers = [labels for _, *rest in own for labels in rest if _are_classes(labels)]
+        if not all(p.labelled for p in parts) or len(numbers) < len(own):
+            batches += [batch[:1] for batch in own]
+            continue
+        batches += [(inputs, labels + classes) for inputs, labels in own]
+        classes += 1 + int(max(labels.max() for labels in numbers))
+    if len({len(batch) for batch in batches}) > 1:
+        batches = [batch[:1] for batch in batches]
+    return _held(name, iter(batches))
+
+
+def _chosen(count: int, samples: int, seed: int) -> Tensor:
+    picked = np.random.default_rng([seed, count]).choice(count, samples, replace=False)
+    return torch.from_numpy(np.sort(picked))
+
+
+def _batches(data: PublicData, chosen: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    for _, inputs, labels in data.pieces(chosen=chosen):
+        yield (inputs,) if labels is None else (inputs, labels)
+
+
+def _held(name: str, batches: Iterator[tuple[Any, ...]]) -> PublicData:
+    ready: Any = list(batches)
+    loader: Any = DataLoader(ready, batch_size=None, generator=torch.Generator())
+    return PublicData.of(loader, name=name)
+
+
+def _are_classes(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() == 1

@@ -1,0 +1,201 @@
+"""`choose_public`: which public data to train with, decided by private records with ε-DP.
+
+Record i gives candidate j the score s_ij = ‖V_jᵀ g_i‖² / ‖g_i‖² (see `energy`), between 0 and 1.
+V_j comes from public data and public weights alone; q_j = Σ_i s_ij.
+
+The guarantee: s_ij depends on record i and on public things only. So adding a record raises every
+q_j by something between 0 and 1, and both mechanisms of `picking` are ε-DP. "No public data" is a
+candidate like any other: every record gives it the score `threshold`, so adding one raises it by
+`threshold` ≤ 1; it is ahead of candidates that capture less than that on average. A record
+whose gradient is not finite gives 0 to all candidates with data.
+
+On a Poisson sample of rate r the mechanism is run with a larger ε₀: what is ε₀-DP on the sample is
+log(1 + r(exp(ε₀) − 1))-DP on the data, so ε₀ = log(1 + (exp(ε) − 1)/r).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from scipy.optimize import brentq
+from torch import nn
+
+from dpspan.checks import check_count, check_number, expect
+from dpspan.choose.picking import pick_named
+from dpspan.choose.samples import drawn
+from dpspan.choose.scores import UNIT, Score, private_loader, sampled_batches, totals
+from dpspan.choose.subspaces import (
+    PIECE,
+    Loss,
+    check_model,
+    principal_subspace,
+    sample_gradients,
+)
+from dpspan.events import pure_event
+from dpspan.ledger import Ledger
+from dpspan.public import PublicData, refuse_overlap
+
+# Last bits of a record's score can depend on the records it is computed beside. This share of ε is
+# kept for them: as much as if all others together could change by 1/128 when one record comes or
+# goes. (60,000 scores off by 1e-7 each, either way, change their sum by 2e-5.)
+_KEPT = Fraction(1, 128)
+_LARGEST_EPSILON = 10.0
+_SUCCESS = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen, and what that says. All of it may be published."""
+
+    name: str | None  # None: no public data
+    public: PublicData | None  # for `GEP(public=...)`
+    epsilon: float
+    mechanism: str
+    candidates: tuple[str, ...]  # those with public data
+    threshold: float | None
+    note: str  # how close candidates may be to be told apart
+
+
+def choose_public(
+    model: nn.Module,
+    loss_fn: Loss,
+    private: object,
+    candidates: Mapping[str, object],
+    *,
+    ledger: Ledger,
+    epsilon: float = 0.1,
+    threshold: float | None = None,
+    rank: int = 16,
+    samples: int = 2000,
+    mechanism: str = "permute-and-flip",
+    sample_rate: float = 1.0,
+    records: int | None = None,
+    seed: int = 0,
+    piece: int = PIECE,
+) -> Choice:
+    """Choose public data by captured energy, ε-DP, and put it on the ledger.
+
+    Args:
+        model: at weights that do not come from the private data (initial, or trained on public
+            data), or a `ProbeNetwork`. It is run in evaluation mode, on a copy.
+        loss_fn: a criterion, or a function (model, inputs, labels) → one loss per sample.
+        private: the private data, a DataLoader, a Dataset or tensors (inputs, labels).
+        candidates: public datasets by name; their gradients have random labels.
+        ledger: `engine.ledger` of the run that will train, so that it pays for the choice.
+        epsilon: what the choice costs.
+        threshold: choose no public data (name None) unless a candidate captures more than this
+            share of the energy, on average over the records.
+        rank: k, how many directions of each candidate count.
+        samples: how many samples of each candidate.
+        mechanism: "permute-and-flip" or "exponential".
+        sample_rate: look at a Poisson sample of the records only. Saves time, and for rates that
+            leave some thousand records little accuracy.
+        records: about how many private records there are, if that is public; used to say how close
+            candidates may be, and to refuse what would be chance.
+        seed: of the samples and random labels of the candidates; no secret.
+        piece: samples run through the model at a time.
+    """
+    epsilon = float(check_number("epsilon", epsilon))
+    expect(0 < epsilon <= _LARGEST_EPSILON, f"0 < epsilon <= {_LARGEST_EPSILON:g}", epsilon)
+    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    if threshold is not None:
+        expect(0 <= check_number("threshold", threshold) <= 1, "0 <= threshold <= 1", threshold)
+    pick = pick_named(mechanism)
+    choices: list[str | None] = [*candidates, *([] if threshold is None else [None])]
+    if len(choices) < 2 or not candidates:
+        raise ValueError(
+            "Expected at least 2 candidates to choose from, got "
+            f"{len(choices)}. With one, pass threshold= to choose between it and no public data."
+        )
+    note = _note(len(choices), epsilon, mechanism, sample_rate, records)
+    loader = private_loader(private)
+    check_model(model)
+    model = copy.deepcopy(model).eval()  # dropout would tie a record's score to its place
+    event = pure_event(epsilon)
+    ledger.reserve(event, 1)  # before the work: a choice that cannot be paid for is not computed
+    data = {name: drawn(each, samples, seed=seed, name=name) for name, each in candidates.items()}
+    for each in data.values():
+        refuse_overlap(each, loader.dataset, loader.collate_fn)
+    subspaces = []
+    for name, each in data.items():
+        gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
+        subspaces.append(principal_subspace(gradients, rank, of=name))
+        del gradients
+    batches = sampled_batches(loader, float(sample_rate), piece)
+    sums = totals(Score(model, loss_fn, subspaces), batches, threshold)
+    for each in data.values():
+        detail = f"candidate of a private choice: {mechanism}, ε = {epsilon:g}, rank {rank}"
+        ledger.declare_public(each.name, each.digest, each.count, detail=detail)
+    ledger.charge(event)  # before anything is released
+    rate = Fraction(_on_sample(epsilon, sample_rate)) * (1 - _KEPT) / UNIT
+    chosen = choices[pick.draw(sums, rate, secrets.randbelow)]
+    return Choice(
+        name=chosen,
+        public=None if chosen is None else data[chosen],
+        epsilon=epsilon,
+        mechanism=mechanism,
+        candidates=tuple(data),
+        threshold=threshold,
+        note=note,
+    )
+
+
+def resolution(
+    records: int,
+    candidates: int,
+    epsilon: float,
+    *,
+    mechanism: str = "permute-and-flip",
+    sample_rate: float = 1.0,
+    success: float = _SUCCESS,
+) -> float:
+    """By how much the best candidate must lead in mean captured energy to be found.
+
+    Found with probability `success` or more, whatever the data: above 1 it is out of reach. From
+    public knowledge only. `candidates` counts "no public data" too.
+    """
+    records, candidates = check_count("records", records), check_count("candidates", candidates)
+    expect(candidates >= 2, "at least 2 candidates", candidates)
+    lowest = 1 / candidates
+    expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
+    pick, spread = pick_named(mechanism), 0.0
+    if sample_rate < 1:
+        # Half of the failures may come from the sample: by Bernstein's inequality, for differences
+        # between −1 and 1, a lead in the sample is this much smaller at the worst.
+        likely = math.log(2 * (candidates - 1) / (1 - success))
+        variance = records * sample_rate * (1 - sample_rate)
+        spread = likely / 3 + math.sqrt((likely / 3) ** 2 + 2 * likely * variance)
+        success = (1 + success) / 2
+    gap = brentq(lambda gap: pick.success(candidates, gap) - success, 0.0, 700.0)
+    lead = gap / (_on_sample(epsilon, sample_rate) * float(1 - _KEPT))
+    return float((lead + spread) / (records * sample_rate))
+
+
+def _on_sample(epsilon: float, sample_rate: float) -> float:
+    """ε₀, what may be spent on a Poisson sample to spend ε on the data."""
+    return epsilon if sample_rate == 1 else math.log1p(math.expm1(epsilon) / sample_rate)
+
+
+def _note(
+    candidates: int, epsilon: float, mechanism: str, sample_rate: float, records: int | None
+) -> str:
+    if records is None:
+        return "Pass records=, if it is public, to learn how close candidates may be."
+    gap = resolution(records, candidates, epsilon, mechanism=mechanism, sample_rate=sample_rate)
+    setting = f"{records:,} records, ε = {epsilon:g} and {candidates} candidates"
+    if gap >= 1:
+        raise ValueError(
+            f"With {setting} no candidate could be told from the others with {_SUCCESS:.0%} "
+            f"success (the lead would have to be {gap:.2g}, of at most 1): the choice would be "
+            "chance, and nothing was spent. Raise epsilon, compare fewer candidates, or choose by "
+            "public knowledge."
+        )
+    return (
+        f"With {setting}, one that captures {gap:.2g} more of the energy than every other is "
+        f"found with {_SUCCESS:.0%} success or more; closer ones are told apart less often."
+    )

@@ -1,0 +1,77 @@
+"""The principal gradient subspace of a dataset, with its basis written out.
+
+k × p numbers, whatever the number of samples: what a dataset is compared by once its gradients
+have been let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dpspan.capture import captures_on
+from dpspan.gradients import PerSampleGradients
+from dpspan.public import PublicData
+from dpspan.public_gradients import Labels, PublicGradients, RandomLabels, labels_of
+from dpspan.subspace import Subspace
+from dpspan.validation import validate
+
+PIECE = 256  # samples run through the model at a time
+Loss = Callable[..., Tensor]  # a criterion, or (model, inputs[, labels]) → one loss per sample
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose samples have no gradients of their own."""
+    validate(model)
+    if captures_on(model):
+        raise ValueError(
+            "The model belongs to a private run: choose public data before make_private, or call "
+            "detach() on its engine first."
+        )
+
+
+def sample_gradients(
+    model: nn.Module,
+    loss_fn: Loss,
+    data: PublicData,
+    *,
+    labels: str | Labels = "random",
+    seed: int = 0,
+    piece: int = PIECE,
+) -> PerSampleGradients:
+    """One gradient per sample at the model's weights; the model is left as it was.
+
+    With a criterion as `loss_fn` the labels are drawn for the model's classes ("random") or are
+    the data's own ("real"). A function `loss_fn(model, inputs[, labels])` gets what the data hold.
+    """
+    criterion = loss_fn if isinstance(loss_fn, nn.Module) else None
+    chosen = RandomLabels(seed=seed) if labels == "random" else labels_of(labels)
+    make = PublicGradients(
+        model=model,
+        data=data,
+        labels=chosen,
+        criterion=criterion,
+        loss=loss_fn if criterion is None else None,
+        samples=data.count,
+        piece=piece,
+        seed=seed,
+    )
+    return make(0)
+
+
+def principal_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
+    """The top `rank` directions; ValueError if the gradients are not finite or span none."""
+    subspace = Subspace.from_gradients(gradients, rank)
+    if not bool(torch.isfinite(subspace.coefficients).all()):
+        raise ValueError(
+            f"The gradients of '{of}' are not finite, so they span no subspace. Look for NaN, Inf "
+            "or huge values in its inputs, and in the weights of the model."
+        )
+    if subspace.rank == 0:
+        raise ValueError(
+            f"The gradients of '{of}' are all zero, so they span no subspace. Give a model at its "
+            "initial weights, and samples that it can still learn from."
+        )
+    return subspace.explicit()
