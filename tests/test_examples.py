@@ -81,7 +81,7 @@ def test_training_with_public_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(accuracies) == {"DPSGD", "BiasedGEP", "GEP"}
     assert accuracies["GEP"] > 75  # far above the 10 % of chance, at ε = 1
     assert lines[3].startswith("step   0: rank 50")
-    assert "GEP: subspace" in lines[-1]
+    assert "GEP: public gradients" in lines[-1]
 
 
 @pytest.mark.slow

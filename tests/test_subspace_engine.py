@@ -318,7 +318,12 @@ def test_the_certificate_names_the_public_data() -> None:
             "sha256": PublicData.of(warm).digest,
             "detail": "warm start: 3 epochs of Adam at 0.001, batches of 50, seed 0",
         },
-        {"name": "leaflets", "count": 12, "sha256": named.digest, "detail": "GEP: subspace"},
+        {
+            "name": "leaflets",
+            "count": 12,
+            "sha256": named.digest,
+            "detail": "GEP: public gradients",
+        },
     ]
     training = document["training"]
     assert training["method"] == "GEP"

@@ -156,9 +156,8 @@ class PrivacyEngine:
         if warm_start is not None:  # last: whatever can be refused has been
             self._warm_start(warm_start, module, criterion, data_loader)
         for data in mechanism.public:
-            self.ledger.declare_public(
-                data.name, data.digest, data.count, detail=f"{type(method).__name__}: subspace"
-            )
+            detail = f"{type(method).__name__}: public gradients"
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         charged_passes: set[int] = set()
 
         def charge() -> None:
@@ -394,10 +393,7 @@ class PrivacyEngine:
         data = PublicData.of(warm_start.data)
         refuse_overlap(data, private.dataset, private.collate_fn)
         result = dataclasses.replace(warm_start, data=data).run(module, criterion)
-        detail = (
-            f"warm start: {result.epochs} epochs of Adam at {warm_start.learning_rate:g}, batches "
-            f"of {warm_start.batch_size}, seed {warm_start.seed}"
-        )
+        detail = warm_start.summary(result)
         self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         _logger.info("dpspan: %s of public training", detail)
 

@@ -76,6 +76,13 @@ class WarmStart:
         name = getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
         return {**plain, "loss": None if self.loss is None else name}
 
+    def summary(self, result: WarmStartResult) -> str:
+        """For the record: what was done with the data."""
+        return (
+            f"warm start: {result.epochs} epochs of Adam at {self.learning_rate:g}, batches of "
+            f"{self.batch_size}, seed {self.seed}"
+        )
+
     def run(
         self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
     ) -> WarmStartResult:
