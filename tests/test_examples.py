@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,7 +51,8 @@ def test_both_scripts_learn(name: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (EXAMPLES.parent / "README.md").read_text()
-    training, method, expert = (part.split("```")[0] for part in text.split("```python\n")[1:])
+    blocks = (part.split("```")[0] for part in text.split("```python\n")[1:])
+    training, method, choice, tables, expert = blocks
     torch.manual_seed(0)
     x, y = torch.randn(40, 6), torch.randint(0, 2, (40,))
     model = torch.nn.Linear(6, 2)
@@ -68,10 +70,23 @@ def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "certificate.json").exists()
     names["engine"].detach()
     exec(method, {"dpspan": dpspan, "public_dataset": torch.randn(9, 6)})
+    engine = dpspan.PrivacyEngine()
+    candidates = {"scans": torch.randn(30, 6), "photographs": torch.randn(30, 6)}
+    found = {**names, **candidates, "private_data": (x, y), "engine": engine, "model": wide()}
+    exec(choice, found)
+    assert found["choice"].name in candidates
+    assert engine.get_epsilon(1e-5) > 0
+    rng = np.random.default_rng(0)
+    table = {"X": rng.normal(size=(300, 4)), "y": np.arange(300) % 2}
+    exec(tables, {**table, "X_public": rng.normal(size=(20, 4))})
     J = dpspan.per_sample_gradients(model, lambda m, x: m(x).sum(1), x)
     carriers = {"weight": (torch.randn(2, 1), torch.randn(1, 6))}
     batch = {"x": x, "y": y, "H": J, "weights": torch.ones(40), "carriers": carriers}
     exec(expert, {**names, **batch, "F": torch.nn.functional})
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2))
 
 
 def test_training_with_public_data(capsys: pytest.CaptureFixture[str]) -> None:
