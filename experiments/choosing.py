@@ -23,7 +23,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from dpspan.mechanisms import Method
 from dpspan.models import PaperCNN, ResNet20
 from experiments.images import Images, collate
 from experiments.public_subspace import accuracy
-from experiments.runner import Results, best_rate, execute
+from experiments.runner import Results, best_of, execute
 
 EPSILON, DELTA, CHOICE_EPSILON, RANK = 2.0, 1e-5, 0.1, 16
 PUBLIC, HELD_OUT, BATCH, TUNING_SEED = 2000, 5000, 1000, 1000
@@ -385,21 +385,22 @@ def main() -> None:
     ]
     execute(comparisons, compared, partial(compare, **shared), options.jobs, "distances")
 
-    def own(task: str, method: str) -> Training:
-        """The search run of GEP (with the private data's own test images), or of DP-SGD."""
-        first = next(iter(TASKS[task].candidates))
-        return Training(task, NONE if method == NONE else first, 0.0, TUNING_SEED, scale)
+    def searched(task: str, method: str) -> list[Training]:
+        """The search of GEP (with the private data's own test images), or of DP-SGD."""
+        public = NONE if method == NONE else next(iter(TASKS[task].candidates))
+        rates = TASKS[task].rates
+        return [Training(task, public, rate, TUNING_SEED, scale) for rate in rates]
 
     search = [
-        replace(own(task, method), rate=rate)
+        run
         for task in options.tasks
         for method in (NONE, "GEP")
         if len(TASKS[task].rates) > 1
-        for rate in TASKS[task].rates
+        for run in searched(task, method)
     ]
     execute(search, trained, partial(train, **shared), options.jobs, "search")
     final = [
-        Training(task, each, best_rate(own(task, each), TASKS[task].rates, trained), seed, scale)
+        Training(task, each, best_of(searched(task, each), trained), seed, scale)
         for task in options.tasks
         for each in (*TASKS[task].candidates, NONE)
         for seed in range(options.seeds)

@@ -668,3 +668,21 @@ def test_two_runs_differ() -> None:
         train(model, optimizer, loader)
         results.append(weights(model))
     assert not torch.equal(*results)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_frozen_after_a_backward_pass_does_not_move(set_to_none: bool) -> None:
+    """Its gradient is still there, without noise, and the optimizer would use it."""
+    model = network()
+    x, y = data()[:]
+    nn.functional.cross_entropy(model(x), y).backward()
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+    _, model, optimizer, loader = setup(module=model, optimizer=optimizer)
+    for x, y in loader:
+        if not set_to_none:
+            optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 from dp_accounting import dp_event
 from dp_accounting.dp_event import DpEvent
@@ -22,7 +23,7 @@ from dpspan.checks import check_count, check_delta, expect
 from dpspan.errors import BudgetExceeded
 from dpspan.events import event_from_json, event_to_json
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Ledger:
     def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:
         self.accountant = check_accountant(accountant)
         self._budget = budget
+        self._mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
         # Of these the keys count: each once, in order.
         self._warnings: dict[str, None] = {}
@@ -150,10 +152,18 @@ class Ledger:
         count = check_count("count", count)
         self._public[PublicRecord(name=name, digest=digest, count=count, detail=detail)] = None
 
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "A ledger cannot be copied or sent to another process: what is charged to the copy "
+            "would be missing here. Charge in one process (n_jobs=1), or move the record with "
+            "state_dict and load_state_dict."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         return {
             "version": _STATE_VERSION,
+            "saved_by": self._mark,
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
             "steps": self.steps,
             "events": [{"event": event_to_json(e), "count": n} for e, n in self._events],
@@ -165,14 +175,18 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved record; ValueError, and no change, if it is damaged or not ours.
 
-        The ledger keeps its accountant and its budget (the saved one, if it has none). What it
-        holds already must be how the saved record begins: loading never forgets a release.
+        The ledger keeps its accountant and its budget (the saved one, if it has none). Loading
+        never forgets a release: what this ledger holds of its own (public data chosen once more,
+        before the checkpoint was loaded) is added to the saved record, equal or not.
         """
         loaded = _parse_state(state)
-        if not _begins_with(loaded._events, self._events):
+        if state["saved_by"] != self._mark:
+            for event, count in self._events:
+                loaded.charge(event, count)
+        elif not _begins_with(loaded._events, self._events):
             raise ValueError(
-                "Cannot load the ledger state: this ledger holds releases that the state does not "
-                "begin with, and loading would forget them. Load into a new ledger."
+                "Cannot load the ledger state: this ledger has released more since it saved that "
+                "state, and loading would forget it. Load into a new ledger."
             )
         self._events = loaded._events
         self._warnings |= loaded._warnings
@@ -216,6 +230,7 @@ def _parse_state(state: Mapping[str, Any]) -> Ledger:
     try:
         expect(isinstance(state, Mapping), "a mapping", state)
         expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
+        expect(isinstance(state["saved_by"], str), "saved_by to be a text", state["saved_by"])
         for key in ("events", "warnings", "invalid", "public"):
             expect(isinstance(state[key], list), f"{key} to be a list", state[key])
         for entry in state["events"]:

@@ -122,8 +122,10 @@ class PrivateStep:
         self._charge()  # before anything is released; raises if the budget does not allow it
         released = self._mechanism.release(total, self._noise, self._noise_multiplier)
         torch._foreach_div_(list(released.values()), self._lot_size)
-        for name, value in released.items():
-            parameters[name].grad = value.to(parameters[name].dtype)
+        for name, parameter in parameters.items():
+            # Whatever else has a gradient, a weight frozen after backward() say, has none of ours.
+            value = released.get(name)
+            parameter.grad = None if value is None else value.to(parameter.dtype)
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer."""
