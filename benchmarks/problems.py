@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpspan.models import MLP, PaperCNN, ResNet20, TransformerEncoder
+from dpspan.models import MLP, PaperCNN, ResNet20, TransformerEncoder, WideResNet
 
 SEED = 0
 VOCABULARY = 10_000
@@ -65,6 +65,7 @@ PROBLEMS = {
     "mlp": Problem(MLP, (1, 28, 28), batch=256),
     "cnn": Problem(PaperCNN, (1, 28, 28), batch=250),
     "resnet20": Problem(ResNet20, (3, 32, 32), batch=256),
+    "wrn28-4": Problem(WideResNet, (3, 32, 32), batch=16),
     "minilm": Problem(minilm, (64,), batch=32, classes=2, vocabulary=30_000),
     "transformer": Problem(
         lambda: TransformerEncoder(VOCABULARY), (64,), batch=64, classes=2, vocabulary=VOCABULARY
