@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all lint types bench clean
+.PHONY: setup demo test test-all lint types docs bench clean
 
 setup: .venv/.ready
 
@@ -23,10 +23,13 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-test: lint types
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+test: lint types docs
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-all: lint types
+test-all: lint types docs
 	$(BIN)/pytest -n 2
 
 bench: setup
