@@ -33,7 +33,8 @@ class Capture:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self._expected: int | None = None
+        self._expected: int | None = None  # rows
+        self._views = 1  # rows that belong to one sample
         self._discard = False
         self._inside_generic = False
         self._sees_batch = False  # inside a call of the model that was given the batch
@@ -65,17 +66,22 @@ class Capture:
         self,
         samples: int,
         *,
+        views: int = 1,
         discard: bool = False,
         carriers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Arm the hooks for a batch of `samples`; `discard` drops what it brings.
+
+        With `views` the model sees that many rows for each sample, one after the other, whose
+        gradients are added up.
 
         Of a parameter with `carriers` only its gradient's images in them are kept (see
         `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
         during the backward pass.
         """
         self.disarm()
-        self._expected, self._discard, self._carriers = samples, discard, carriers or {}
+        self._expected, self._views = samples * views, views
+        self._discard, self._carriers = discard, carriers or {}
 
     def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
         """The per-sample gradients of the expected batch, times `scale`; disarms the hooks."""
@@ -108,7 +114,7 @@ class Capture:
                 shapes |= {part: carrier.shape for part, carrier in parts}
             else:
                 shapes[name] = parameter.shape
-        samples = 0 if self._discard else self.samples
+        samples = 0 if self._discard else self.samples // self._views
         like = next(iter(self._names), torch.empty(0)).detach()
         return PerSampleGradients(shapes, self._terms, samples, like=like, scale=scale)
 
@@ -249,11 +255,12 @@ class Capture:
         if name is None:  # unfrozen since: `collect` refuses the batch
             return
         if name not in self._carriers:
-            self._put(name, term.compact())
+            whole = term if self._views == 1 else term.merged(self._views)
+            self._put(name, whole.compact())
             return
         images = term.compress(*self._carriers[name])
         for part, image in zip(carried_names(name), images, strict=True):
-            self._put(part, Rows(image))
+            self._put(part, Rows(image) if self._views == 1 else Rows(image).merged(self._views))
 
     def _put(self, name: str, term: Term) -> None:
         terms = self._terms.setdefault(name, [])
@@ -264,7 +271,7 @@ class Capture:
 
     @property
     def samples(self) -> int:
-        """Size of the expected batch."""
+        """Rows of the expected batch."""
         assert self._expected is not None
         return self._expected
 

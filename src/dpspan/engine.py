@@ -19,6 +19,7 @@ from dpspan.accounting import Budget, calibrate_event
 from dpspan.capture import captures_on
 from dpspan.certificate import certificate, write_certificate
 from dpspan.checkpoint import load_file, save_file
+from dpspan.checks import check_count
 from dpspan.criterion import check_reduction, watch
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
@@ -86,6 +87,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
+        views: int = 1,
         warm_start: WarmStart | None = None,
         non_private: bool = False,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
@@ -109,6 +111,9 @@ class PrivacyEngine:
             sample_rate: q, if not batch size / dataset size; a public constant.
             expected_batch_size: L, if not the loader's batch size; a public constant.
             max_physical_batch_size: most samples to process at once.
+            views: the model sees this many rows for each record, one after the other (augmented
+                copies: `x.flatten(0, 1)` of x with shape (n, views, …), labels repeated to match).
+                Their mean gradient is clipped, so a record still counts once.
             warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
             non_private: allow noise_multiplier = 0.
         """
@@ -118,6 +123,7 @@ class PrivacyEngine:
                 "so that both spend from the same budget."
             )
         _check_noise(noise_multiplier, non_private)
+        check_count("views", views)
         draw = _draw(data_loader, poisson_sampling, sample_rate)
         method = _with_clip(method, max_grad_norm)
         check_reduction(criterion, loss_reduction)
@@ -174,6 +180,7 @@ class PrivacyEngine:
             noise=Noise(None if seed is None else seed + 1),
             noise_multiplier=noise_multiplier,
             lot_size=lot_size,
+            views=views,
             mean_loss=loss_reduction == "mean",
             charge=charge,
             warn=self._warn,
@@ -194,6 +201,7 @@ class PrivacyEngine:
             "sampling": repr(draw),
             "expected_batch_size": lot_size,
             "loss_reduction": loss_reduction,
+            "views": views,
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
@@ -221,6 +229,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
+        views: int = 1,
         warm_start: WarmStart | None = None,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
         """Train for `epochs` epochs within (target_epsilon, target_delta), and stop there.
@@ -255,6 +264,7 @@ class PrivacyEngine:
             sample_rate=sample_rate,
             expected_batch_size=expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
+            views=views,
             warm_start=warm_start,
         )
         self.ledger.budget = budget

@@ -21,10 +21,17 @@ class Guard:
     """Told of each batch by `expect`, asked before each release by `check`."""
 
     def __init__(
-        self, module: nn.Module, capture: Capture, *, mean_loss: bool, warn: Callable[[str], None]
+        self,
+        module: nn.Module,
+        capture: Capture,
+        *,
+        views: int,
+        mean_loss: bool,
+        warn: Callable[[str], None],
     ) -> None:
         self._module = module
         self._capture = capture
+        self._views = views
         self._mean_loss = mean_loss
         self._warn = warn
         self._samples = 0
@@ -84,11 +91,12 @@ class Guard:
         """Probe the model on the first batch in each mode; notice inputs of varying length."""
         samples = self._samples
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        batch = [x for x in tensors if x.shape[:1] == (samples,)]
+        rows = samples * self._views
+        batch = [x for x in tensors if x.shape[:1] == (rows,)]
         if samples < 2 or not batch or self._probing or not self._capture.active:
             return
         # An attention mask (T, T) could be taken for a batch where T = n: wait for another batch.
-        ambiguous = len(batch) > 1 and any(x.shape == (samples, samples) for x in batch)
+        ambiguous = len(batch) > 1 and any(x.shape == (rows, rows) for x in batch)
         if module.training not in self._probed_modes and not ambiguous:
             self._probe((args, kwargs))
             self._probed_modes.add(module.training)
@@ -104,7 +112,9 @@ class Guard:
     def _probe(self, call: Call) -> None:
         self._probing = True
         try:
-            self._harmless |= probe(self._capture, call, self._samples, mean_loss=self._mean_loss)
+            self._harmless |= probe(
+                self._capture, call, self._samples, views=self._views, mean_loss=self._mean_loss
+            )
         except NotComparable as error:
             self._warn(f"the model could not be checked to keep samples apart: {error}")
         finally:

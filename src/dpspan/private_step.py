@@ -34,6 +34,7 @@ class PrivateStep:
         noise: Noise,
         noise_multiplier: float,
         lot_size: float,
+        views: int,
         mean_loss: bool,
         charge: Callable[[], None],
         warn: Callable[[str], None],
@@ -44,9 +45,10 @@ class PrivateStep:
         self._noise = noise
         self._noise_multiplier = noise_multiplier
         self._lot_size = lot_size
+        self._views = views
         self._mean_loss = mean_loss
         self._charge = charge
-        self._guard = Guard(module, self._capture, mean_loss=mean_loss, warn=warn)
+        self._guard = Guard(module, self._capture, views=views, mean_loss=mean_loss, warn=warn)
         self._piece: Piece | None = None
         self._total: Sums | None = None
         self._step_hook = optimizer.register_step_pre_hook(self.before_step)
@@ -70,6 +72,7 @@ class PrivateStep:
         # dropped.
         self._capture.expect(
             max(piece.samples, 1),
+            views=self._views,
             discard=piece.samples == 0,
             carriers=self._mechanism.carriers(),
         )

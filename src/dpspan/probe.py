@@ -23,21 +23,26 @@ from dpspan.errors import UnsupportedModule
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def probe(capture: Capture, call: Call, samples: int, *, mean_loss: bool = True) -> set[str]:
+def probe(
+    capture: Capture, call: Call, samples: int, *, views: int = 1, mean_loss: bool = True
+) -> set[str]:
     """Raise `UnsupportedModule` if a sample's gradient depends on other samples.
+
+    Each sample is `views` rows of the input.
 
     Returns the names of buffers that the model changes, but in the same way whatever the samples
     are (a step counter, a cache of positions).
     """
-    half = samples // 2
-    other = _replaced(call, samples, lambda x: torch.cat([x[:half], x[: samples - half].flip(0)]))
+    rows, kept = samples * views, samples // 2
+    half = kept * views
+    other = _replaced(call, rows, lambda x: torch.cat([x[:half], x[: rows - half].flip(0)]))
     before = {name: b.clone() for name, b in capture.model.named_buffers()}
-    norms, after = _rehearse(capture, call, samples, mean_loss)
-    again, _ = _rehearse(capture, call, samples, mean_loss)
+    norms, after = _rehearse(capture, call, rows, mean_loss)
+    again, _ = _rehearse(capture, call, rows, mean_loss)
     if _differ(norms, again):
         raise NotComparable("it draws random numbers that a seed does not control")
-    exchanged, _ = _rehearse(capture, other, samples, mean_loss)
-    if _differ(norms[:half], exchanged[:half]):
+    exchanged, _ = _rehearse(capture, other, rows, mean_loss)
+    if _differ(norms[:kept], exchanged[:kept]):
         raise UnsupportedModule(
             f"{_culprit(capture.model, call, other, half)} lets the gradient of a sample depend on "
             "the other samples of the batch, so it cannot be bounded: it mixes samples. Replace "
@@ -50,15 +55,15 @@ def probe(capture: Capture, call: Call, samples: int, *, mean_loss: bool = True)
     if not changed:
         return set()
     # Exchanged samples might leave a maximum as it is; a blank batch would not.
-    _, blank = _rehearse(capture, _replaced(call, samples, torch.zeros_like), samples, mean_loss)
+    _, blank = _rehearse(capture, _replaced(call, rows, torch.zeros_like), rows, mean_loss)
     return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
 
 
-def _replaced(call: Call, samples: int, replace: Callable[[Tensor], Tensor]) -> Call:
+def _replaced(call: Call, rows: int, replace: Callable[[Tensor], Tensor]) -> Call:
     """The call with every input that has the batch in front replaced."""
 
     def one(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)
+        is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,)
         return replace(leaf) if is_batch else leaf
 
     replaced: Call = tree_map(one, call)
@@ -70,7 +75,7 @@ class NotComparable(Exception):
 
 
 def _rehearse(
-    capture: Capture, call: Call, samples: int, mean_loss: bool
+    capture: Capture, call: Call, rows: int, mean_loss: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Norms of the per-sample gradients of a made-up loss, and the buffers after the run.
 
@@ -82,11 +87,11 @@ def _rehearse(
         args, kwargs = call
         outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor)]
         terms = [
-            (samples * x if mean_loss else x)
+            (rows * x if mean_loss else x)
             if x.dim() == 0
             else (x.sin() * torch.rand(x.shape[1:], device=x.device)).sum()
             for x in outputs
-            if x.requires_grad and x.shape[:1] in ((), (samples,))
+            if x.requires_grad and x.shape[:1] in ((), (rows,))
         ]
         if not terms:
             raise NotComparable("no output of it has the batch in front and needs a gradient")

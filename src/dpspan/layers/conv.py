@@ -130,6 +130,14 @@ class Patches:
         size = self.weight.numel()
         return compact(self, size, size if self.samples * size * 4 <= limit else stored)
 
+    def merged(self, views: int) -> Rows:
+        records, size = self.samples // views, self.weight.numel()
+        parts = [
+            Rows(self.rows(start * views, stop * views)).merged(views).values
+            for start, stop in blocks(records, views * size, self.x)
+        ]
+        return Rows(joined(parts) if parts else full_precision(self.x).new_zeros(0, size))
+
     def scaled(self, factor: float) -> Patches:
         return dataclasses.replace(self, b=self.b * factor)
 

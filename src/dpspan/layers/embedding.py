@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,6 +100,11 @@ class Lookup:
     def compact(self) -> Term:
         depth, width = self.b.shape[1:]
         return compact(self, self.entries * width, depth * (width + 1))
+
+    def merged(self, views: int) -> Lookup:
+        length = views * self.index.shape[1]
+        index, b = self.index.reshape(-1, length), self.b.reshape(-1, length, self.b.shape[2])
+        return dataclasses.replace(self, index=index, b=b)
 
     def scaled(self, factor: float) -> Lookup:
         return Lookup(self.index, self.b * factor, self.entries)

@@ -107,6 +107,10 @@ class Outer:
         d_in, d_out = self.a.shape[2], self.b.shape[2]
         return compact(self, d_in * d_out, self.depth * (d_in + d_out))
 
+    def merged(self, views: int) -> Outer:
+        # A sum over the sequences of all views is one over a longer sequence.
+        return Outer(*(x.reshape(-1, views * self.depth, x.shape[2]) for x in (self.a, self.b)))
+
     def scaled(self, factor: float) -> Outer:
         return Outer(self.a, self.b * factor)
 

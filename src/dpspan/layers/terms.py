@@ -71,6 +71,9 @@ class Term(Protocol):
     def compact(self) -> Term:
         """The form in which it is kept until the step: its rows, where that pays."""
 
+    def merged(self, views: int) -> Term:
+        """Every `views` rows, which belong to one record, added up to one."""
+
 
 def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tuple[int, int]]:
     """Cut the samples into ranges whose working memory, in `like`'s dtype, stays within bounds."""
@@ -151,6 +154,9 @@ class Rows:
     def compact(self) -> Rows:
         return self
 
+    def merged(self, views: int) -> Rows:
+        return Rows(full_precision(self.values).unflatten(0, (-1, views)).sum(1))
+
     def scaled(self, factor: float) -> Rows:
         return Rows(self.values * factor)
 
@@ -200,6 +206,9 @@ class Sum:
 
     def compact(self) -> Sum:
         return self
+
+    def merged(self, views: int) -> Sum:
+        return Sum([term.merged(views) for term in self.terms], self.row_size)
 
     def scaled(self, factor: float) -> Sum:
         return Sum([term.scaled(factor) for term in self.terms], self.row_size)
@@ -266,6 +275,9 @@ class Stack:
 
     def compact(self) -> Stack:
         return self
+
+    def merged(self, views: int) -> Stack:
+        return Stack([part.merged(views) for part in self.parts])
 
     def scaled(self, factor: float) -> Stack:
         return Stack([part.scaled(factor) for part in self.parts])
