@@ -79,6 +79,13 @@ def test_several_datasets_as_one():
     assert not combined([a, (b[0], b[1].float())], 40).labelled
     with pytest.raises(ValueError, match=re.escape("at least 2 datasets to combine, got 1.")):
         combined([a], 10)
+    with pytest.raises(ValueError, match=re.escape("at least 2, one of each dataset, got 1.")):
+        combined([a, b], 1)
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((30, 40), 40), ((5, 40), 25), ((5, 7), 12)])
+def test_a_small_dataset_gives_what_it_has(sizes, count):
+    assert combined([images(n, 0) for n in sizes], 41).count == count
 
 
 # -- probe -----------------------------------------------------------------------------------------
@@ -137,6 +144,17 @@ def test_energy_by_projections_written_out():
 def test_energy_of_a_samples_own_span_is_all():
     x = images(6, 1)
     assert unprivate_captured_energy(network(), CE, x, x, 6).min() > 0.999
+
+
+def test_dropout_is_off_as_in_the_private_choice():
+    model = nn.Sequential(network(), nn.Dropout(0.5)).train()
+    x, y, u = images(12, 1), labels(12), images(20, 2)
+    in_training = unprivate_captured_energy(model, CE, (x, y), u, 5)
+    ranked = rank_public(model, CE, (x, y), {"u": u}, rank=5)
+    assert model.training
+    (row,) = ranked.rows
+    assert torch.equal(in_training, unprivate_captured_energy(model.eval(), CE, (x, y), u, 5))
+    assert row.unprivate_captured_energy == pytest.approx(float(in_training.mean()), abs=1e-6)
 
 
 # -- Task2Vec --------------------------------------------------------------------------------------
@@ -324,6 +342,11 @@ def test_looking_is_noted_but_not_what_was_seen():
             {"a": images(9, 1)},
             [("a", "b")],
             "Expected combinations of the names of candidates, got ['b'].",
+        ),
+        (
+            {"a": images(9, 1), "b": images(9, 2), "a + b": images(9, 3)},
+            [("a", "b")],
+            "Expected one candidate of the name 'a + b', got that combination beside it: rename",
         ),
     ],
 )

@@ -186,6 +186,26 @@ def test_the_model_is_left_as_it_was():
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_dropout_is_off_as_in_the_private_choice():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 20), nn.Dropout(0.5), nn.Linear(20, 10))
+    x, u = images(20, 1)[0], images(20, 2)[0]
+    assert gsd(model.train(), CE, x, u, 4) == gsd(model.eval(), CE, x, u, 4)
+
+
+def test_functions_get_the_labels_that_there_are_or_say_what_is_missing():
+    model, (x, y) = cnn(), images(20, 1)
+    missing = "inputs and no labels, got labelled_loss(model, x, y): add them, or pass a criterion"
+    with pytest.raises(ValueError, match=re.escape(missing)):
+        gsd(model, labelled_loss, (x, y), x, 4)
+    unwanted = (
+        "Expected loss_fn to take a model and what 'private' holds, inputs and labels, got "
+        "output(model, x): leave them out, or let it take them."
+    )
+    with pytest.raises(ValueError, match=re.escape(unwanted)):
+        gsd(model, output, (x, y), (x, y), 4)
+
+
 def test_more_directions_than_there_are():
     message = (
         "Expected rank of at most 3, as many directions as the gradients of the 3 samples of "

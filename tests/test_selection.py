@@ -6,6 +6,7 @@ import math
 import random
 import re
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.accounting import Budget, _renyi, calibrate, pld_epsilon, pld_interval
 from dpspan.choose.picking import ExponentialMechanism, PermuteAndFlip, coin
+from dpspan.choose.records import sampled_batches
 from dpspan.choose.scores import UNIT, Score, totals
 from dpspan.choose.selection import choose_public, resolution
 from dpspan.choose.subspaces import principal_subspace, sample_gradients
@@ -26,6 +28,7 @@ from dpspan.engine import PrivacyEngine
 from dpspan.errors import BudgetExceeded, UnsupportedModule
 from dpspan.events import event_from_json, event_to_json, pure_event, step_event
 from dpspan.ledger import Ledger
+from dpspan.models import ResNet20
 from dpspan.per_sample import per_sample_gradients
 from dpspan.public import PublicData
 from oracle import top_directions
@@ -77,6 +80,27 @@ def test_one_record_changes_no_probability_by_more_than_epsilon(pick, candidates
     assert worst <= epsilon * (1 + 1e-9)
     if isinstance(pick, PermuteAndFlip):  # which is as much as ε allows
         assert worst == pytest.approx(epsilon)
+
+
+@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+def test_what_is_kept_for_rounding_covers_others_that_move_by_a_254th(pick):
+    """By 1/254 either way, beside the record's own 0 to 1."""
+    epsilon = 1.0
+    moves = list(itertools.product((0.0, 1.0), repeat=2))
+
+    def worst(eta):
+        ratios = [0.0]
+        for lead, record in itertools.product(np.linspace(-3, 3, 25), moves):
+            before = law(pick, [lead, 0.0], epsilon * 127 / 128)
+            for off in itertools.product((-eta, eta), repeat=2):
+                sums = [lead + record[0] + off[0], record[1] + off[1]]
+                after = law(pick, sums, epsilon * 127 / 128)
+                ratios.append(float(np.abs(np.log(after / before)).max()))
+        return max(ratios)
+
+    assert worst(1 / 254) <= epsilon * (1 + 1e-9)
+    if isinstance(pick, PermuteAndFlip):  # and no more than that
+        assert worst(1 / 240) > epsilon
 
 
 @pytest.mark.parametrize("pick", PICKS, ids=by_name)
@@ -181,21 +205,20 @@ def test_success_is_as_predicted(pick, candidates):
     assert abs(seen - 0.95) < 5 * math.sqrt(0.95 * 0.05 / n)
 
 
-def test_success_on_a_sample_is_at_least_as_predicted():
-    """Differences of −1 and 1, the worst case, by a simulated choice."""
+@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+def test_success_on_a_sample_is_at_least_as_predicted(pick):
+    """Differences of −1 and 1, the worst case, drawn from Poisson samples."""
     records, epsilon, rate, n = 20_000, 0.5, 0.1, 2000
-    gap = resolution(records, 2, epsilon, sample_rate=rate)
+    gap = resolution(records, 2, epsilon, mechanism=pick.name, sample_rate=rate)
     assert gap < 0.1
-    generator = np.random.default_rng(4)
+    generator, below = np.random.default_rng(4), random.Random(4).randrange
     ups = round(records * (1 + gap) / 2)
-    sampled = generator.binomial(ups, rate, n) - generator.binomial(records - ups, rate, n)
-    on_sample = math.log1p(math.expm1(epsilon) / rate)
-    loses = np.where(
-        sampled >= 0,
-        0.5 * np.exp(-on_sample * np.abs(sampled)),
-        1 - 0.5 * np.exp(-on_sample * np.abs(sampled)),
-    )
-    assert loses.mean() < 0.05
+    first, second = generator.binomial(ups, rate, n), generator.binomial(records - ups, rate, n)
+    on_sample = Fraction(math.log1p(math.expm1(epsilon) / rate)) * Fraction(127, 128)
+    picked = [
+        pick.draw([int(a), int(b)], on_sample, below) for a, b in zip(first, second, strict=True)
+    ]
+    assert np.mean(picked) < 0.05  # the second: the wrong one
 
 
 def test_resolution_grows_finer():
@@ -211,11 +234,20 @@ def test_resolution_grows_finer():
     [
         ((0, 2, 0.1), "Expected records to be a whole number of at least 1, got 0."),
         ((10, 1, 0.1), "Expected at least 2 candidates, got 1."),
+        ((10, 2, 0), "Expected 0 < epsilon <= 10, got 0.0."),
+        ((10, 2, -1), "Expected 0 < epsilon <= 10, got -1.0."),
+        ((10, 2, "some"), "Expected epsilon to be a number, got 'some'."),
     ],
 )
 def test_resolutions_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolution(*arguments)
+
+
+@pytest.mark.parametrize("rate", [-1, 0, 2])
+def test_sample_rates_that_cannot_be(rate):
+    with pytest.raises(ValueError, match=re.escape(f"Expected 0 < sample_rate <= 1, got {rate}.")):
+        resolution(10, 2, 0.1, sample_rate=rate)
 
 
 def test_success_must_be_better_than_chance():
@@ -263,7 +295,7 @@ def subspaces(model, *sources, rank=4):
 
 def sums(model, spans, x, y, threshold=None, piece=7):
     batches = zip(x.split(piece), y.split(piece), strict=True)
-    return totals(Score(model, CE, spans), batches, threshold)
+    return totals(Score(model, CE, spans, piece=piece), batches, threshold)
 
 
 @pytest.mark.parametrize("make", [network, conv_network])
@@ -317,13 +349,43 @@ def test_one_record_raises_each_sum_by_0_to_1(make, kind, threshold):
         assert after[:2] == pytest.approx(before[:2], abs=len(x))
 
 
+def test_all_batches_are_of_one_size():
+    """The last bits of a result depend on it."""
+    sizes = []
+
+    def loss(model, x, y):
+        sizes.append((len(x), len(y)))
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    model, x, y = network(), images(20, 5), labels(20)
+    score = Score(model, loss, subspaces(model, images(20, 1)), piece=8)
+    batches = list(zip(x.split(8), y.split(8), strict=True))  # 8, 8 and 4 records
+    assert len(totals(score, batches, 0.5)) == 2
+    assert sizes == [(8, 8)] * 3
+    assert totals(score, batches, 0.5)[1] == 20 * UNIT // 2  # what fills them up does not count
+
+
 def test_one_record_in_single_precision_stays_within_what_is_kept_for_rounding():
-    model, x, y = conv_network(), images(500, 5), labels(500)
-    spans = subspaces(model, images(40, 1), images(40, 2, stripes=True))
-    before, after = (sums(model, spans, x[i:], y[i:], piece=64) for i in (1, 0))
-    one = (Score(model, CE, spans)(x[:1], y[:1])[0] * UNIT).tolist()
-    for low, high, own in zip(before, after, one, strict=True):
-        assert abs(high - low - own) < UNIT / 128
+    """With the last piece one short, and with the record at the front, so that all move up."""
+    torch.manual_seed(0)
+    model = ResNet20(classes=4)
+    spans = subspaces(model, colours(12, 1), colours(12, 2))
+    x, y = colours(33, 5), labels(33)
+    filled, as_they_come = (Score(model, CE, spans, piece=size) for size in (16, 1))
+
+    def moved(score):
+        def scores(first):
+            pieces = zip(x[first:].split(16), y[first:].split(16), strict=True)
+            return torch.cat([score(*piece) for piece in pieces])
+
+        return float((scores(0)[1:] - scores(1)).abs().max())
+
+    # So that 60,000 of them, either way as often, stay below 1/254 by a wide margin.
+    assert moved(filled) <= min(moved(as_they_come), 1e-7)
+
+
+def colours(n, seed):
+    return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
 class Rowwise(nn.Module):
@@ -357,7 +419,7 @@ def test_any_record_raises_each_sum_by_0_to_1(data, record, threshold):
 
     def sums_of(rows):
         batches = [(torch.tensor([row], dtype=torch.float32), torch.zeros(1)) for row in rows]
-        return totals(Score(model, loss, spans), iter(batches), threshold)
+        return totals(Score(model, loss, spans, piece=1), batches, threshold)
 
     before, after = sums_of(data), sums_of([*data, record])
     assert all(0 <= b - a <= UNIT for a, b in zip(before, after, strict=True))
@@ -394,6 +456,10 @@ def test_it_finds_the_candidate_that_captures_most():
     assert choice.name == "near"  # ahead by more than 100 of 400 records: wrong with exp(−100)
     assert choice.public is not None
     assert torch.equal(next(choice.public.pieces())[1], NEAR)
+    few = choose_public(
+        network(), CE, private(), CANDIDATES, ledger=Ledger(), epsilon=1.0, rank=4, samples=50
+    )
+    assert few.public.count == 50  # what was compared
     assert choice.candidates == ("far", "near")
     assert "With 400 records, ε = 1 and 2 candidates, one that captures 0.0058 more" in choice.note
     assert ledger.events == ((pure_event(1.0), 1),)
@@ -472,7 +538,7 @@ def test_the_choice_is_random():
     """Two copies of one candidate: both come up."""
     names = {
         choose_public(
-            network(), CE, private(20), {"a": NEAR, "b": NEAR}, ledger=Ledger(), rank=2
+            network(), CE, private(20), {"a": NEAR, "b": NEAR}, ledger=Ledger(), rank=2, piece=20
         ).name
         for _ in range(24)  # one alone: 2 in 2²⁴
     }
@@ -490,6 +556,7 @@ def test_an_empty_sample_leaves_chance():
             threshold=0.5,
             sample_rate=1e-12,
             rank=2,
+            piece=20,
         ).name
         for _ in range(60)  # one of three missing: 3·(2/3)⁶⁰
     }
@@ -606,30 +673,223 @@ def test_public_copies_of_private_records():
     assert ledger.public == ()
 
 
-class Mixing(nn.Module):
-    def __init__(self):
+# -- records that would change the scores of others -----------------------------------------------
+
+
+class Changed(nn.Module):
+    """The network on inputs that a function has changed."""
+
+    def __init__(self, change):
         super().__init__()
-        self.inside = network()
+        self.inside, self.change = network(), change
 
     def forward(self, x):
-        return self.inside(x - x.mean(0, keepdim=True))
+        return self.inside(self.change(x))
 
 
-class Random(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inside = network()
-
-    def forward(self, x):
-        return self.inside(nn.functional.dropout(x, 0.5, training=True))
+def quantised(x):
+    """Whole multiples of one step for the batch, as int8 with a scale per tensor has them."""
+    step = x.detach().abs().amax().clamp(min=6.0) / 127
+    return x + ((x / step).round() * step - x).detach()
 
 
-@pytest.mark.parametrize("model", [Mixing(), Random()], ids=["mixing", "random"])
-def test_scores_that_depend_on_other_records(model):
+MIXING = {
+    "mean": lambda x: x - x.mean(0, keepdim=True),
+    "a weak mean": lambda x: x + 1e-3 * x.mean(0, keepdim=True),
+    "outliers scale all": lambda x: 6 * x / x.detach().abs().amax().clamp(min=6.0),
+    "outliers coarsen all": quantised,
+    "the one before": lambda x: x + 0.1 * x.roll(1, 0),
+    "all before": lambda x: x + 0.01 * x.cumsum(0),
+    "random": lambda x: nn.functional.dropout(x, 0.5, training=True),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_records_are_refused_before_any_is_read(name):
     ledger = Ledger()
-    with pytest.raises(UnsupportedModule, match="depends on the other records of its batch or on"):
-        choose_public(model, CE, private(40), CANDIDATES, ledger=ledger, rank=4)
+    with pytest.raises(
+        UnsupportedModule, match=r"depends on the other samples .* public samples of 'far'\)"
+    ):
+        choose_public(Changed(MIXING[name]), CE, Untouchable(), CANDIDATES, ledger=ledger, rank=4)
     assert ledger.events == ()
+
+
+def test_one_public_sample_is_enough_to_see_it():
+    single = {"a": NEAR[:1], "b": NEAR[1:2]}
+    with pytest.raises(UnsupportedModule, match="depends on the other samples"):
+        choose_public(
+            Changed(MIXING["mean"]), CE, Untouchable(), single, ledger=Ledger(), rank=1, seed=1
+        )
+
+
+def test_words_mix_too():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.head = nn.Embedding(30, 6), nn.Linear(6, 4)
+
+        def forward(self, tokens):
+            x = self.table(tokens).mean(1)
+            return self.head(x / x.detach().abs().amax())
+
+    words = torch.randint(30, (60, 5), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(UnsupportedModule, match="depends on the other samples"):
+        choose_public(
+            Words(), CE, Untouchable(), {"a": words, "b": words.flip(0)}, ledger=Ledger(), rank=4
+        )
+
+
+class Balanced(nn.CrossEntropyLoss):
+    """Counts a sample by how frequent its class is in the batch."""
+
+    def forward(self, outputs, labels):
+        share = (labels[:, None] == labels).float().mean(1, keepdim=True)
+        return super().forward(outputs * share, labels)
+
+
+def centred(model, x, y):
+    return nn.functional.cross_entropy(model(x - x.mean(0)), y, reduction="none")
+
+
+class Remembering:
+    """A loss that carries something from batch to batch, outside of the model."""
+
+    seen: ClassVar[list] = [torch.zeros(())]
+
+    def __call__(self, model, x, y):
+        before = self.seen[-1]
+        self.seen.append(before.lerp(x.detach().mean(), 0.01))
+        return nn.functional.cross_entropy(model(x - before), y, reduction="none")
+
+
+@pytest.mark.parametrize("loss", [Balanced(), centred, Remembering()], ids=["class", "mean", "old"])
+def test_losses_that_mix_records_are_refused_before_any_is_read(loss):
+    labelled = {name: (x, labels(60)) for name, x in CANDIDATES.items()}
+    with pytest.raises(UnsupportedModule, match="depends on the other samples"):
+        choose_public(network(), loss, Untouchable(), labelled, ledger=Ledger(), rank=4)
+
+
+class Running(nn.Module):
+    """Keeps a mean of what it has seen, in evaluation too."""
+
+    def __init__(self, register=True):
+        super().__init__()
+        self.inside = network()
+        if register:
+            self.register_buffer("mean", torch.zeros(1, 1, 6, 6))
+        else:
+            self.mean = torch.zeros(1, 1, 6, 6)
+
+    def forward(self, x):
+        out = self.inside(x - self.mean)
+        self.mean = self.mean.lerp(x.detach().mean(0, keepdim=True), 1e-3)
+        return out
+
+
+def test_models_that_remember_records_are_refused_before_any_is_read():
+    with pytest.raises(UnsupportedModule, match="'mean' changes with the samples that the model"):
+        choose_public(Running(), CE, Untouchable(), CANDIDATES, ledger=Ledger(), rank=4)
+
+
+@pytest.mark.parametrize("register", [True, False])
+def test_nothing_is_carried_from_batch_to_batch(register):
+    """Not by what the check cannot see either."""
+    model, x, y = Running(register), images(24, 5), labels(24)
+    spans = subspaces(model, images(20, 1), images(20, 2, stripes=True))
+    x[3] = math.nan  # in the first batch
+    after = sums(model, spans, x[8:], y[8:], piece=8)
+    assert after == [
+        whole - first
+        for whole, first in zip(
+            sums(model, spans, x, y, piece=8),
+            sums(model, spans, x[:8], y[:8], piece=8),
+            strict=True,
+        )
+    ]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = network()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inside(x)
+
+
+def test_a_counter_is_no_memory_of_records():
+    model = Counting()
+    choice = choose_public(model, CE, private(), CANDIDATES, ledger=Ledger(), epsilon=2.0, rank=4)
+    assert choice.name == "near"
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize("piece", [1, 2, 64])
+def test_pieces_of_any_size(piece):
+    """A piece of one record has no company; one of 64 is more than a candidate has samples."""
+    choice = choose_public(
+        network(), CE, private(60), CANDIDATES, ledger=Ledger(), epsilon=5.0, rank=4, piece=piece
+    )
+    assert choice.name == "near"
+
+
+# -- augmentation ---------------------------------------------------------------------------------
+
+
+class Augmented(Dataset):
+    """Draws from everything that scripts seed."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        drawn = torch.rand(()).item(), np.random.random(), random.random()
+        return torch.tensor(drawn, dtype=torch.float64), index
+
+
+def read(workers, **arguments):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    loader = DataLoader(Augmented(), batch_size=2, num_workers=workers, **arguments)
+    return torch.cat([x for x, _ in sampled_batches(loader, 1.0, 2)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_augmentation_is_fresh_whatever_seeds_were_set(workers):
+    """With numbers that anybody knows, a record would decide how the others are augmented."""
+    first = read(workers)
+    states = torch.get_rng_state(), np.random.random(), random.random()
+    second = read(workers)
+    assert torch.equal(torch.get_rng_state(), states[0])  # which are left as they were
+    assert (np.random.random(), random.random()) == states[1:]
+    assert len({float(x) for x in torch.cat([first, second]).flatten()}) == 36
+
+
+def mark(worker):
+    torch.rand = lambda size: torch.tensor(7.0)
+
+
+def test_workers_begin_as_the_loader_says():
+    assert (read(1, worker_init_fn=mark)[:, 0] == 7).all()
+
+
+# -- losses that are functions --------------------------------------------------------------------
+
+
+def test_functions_need_labels_to_come_with_the_candidates():
+    def loss(model, x, y):
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    message = (
+        "Expected loss_fn to take a model and what 'far' holds, inputs and no labels, got "
+        "loss(model, x, y): add them, or pass a criterion, which gets random ones."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose_public(network(), loss, Untouchable(), CANDIDATES, ledger=Ledger(), rank=4)
 
 
 # -- the price -------------------------------------------------------------------------------------
@@ -689,11 +949,16 @@ def test_a_choice_leaves_the_grid_of_pld_as_fine_as_steps_need():
     assert pld_interval([*fine, (pure_event(0.1), 1)]) < 1e-4
 
 
-def test_calibration_makes_room_for_the_choice():
-    spent = Ledger(accountant="rdp")
+@pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
+def test_calibration_makes_room_for_the_choice(accountant):
+    target, rate, steps = 1.0, 0.01, 200
+    spent = Ledger(accountant=accountant)
     spent.charge(pure_event(0.2))
-    without = calibrate(1.0, DELTA, 0.01, 200, accountant="rdp")
-    assert calibrate(1.0, DELTA, 0.01, 200, spent=spent) > without * 1.005
+    without = calibrate(target, DELTA, rate, steps, accountant=accountant)
+    z = calibrate(target, DELTA, rate, steps, spent=spent)
+    assert z > without * 1.005
+    spent.charge(step_event(z, rate), steps)
+    assert 0.99 * target < spent.epsilon(DELTA) <= target
 
 
 def test_replacing_a_record_has_no_price_for_a_choice():

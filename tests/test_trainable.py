@@ -256,6 +256,37 @@ def test_targets_that_cannot_be_are_refused(target: str) -> None:
     assert list(model.state_dict()) == keys
 
 
+class Twice(nn.Module):
+    """One layer by two names, or one block of layers."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first = self.second = part
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()))
+
+
+@pytest.mark.parametrize("which", [LoRA(), LoRA(targets=("first",)), LoRA(also=("second",))])
+def test_a_layer_by_two_names_is_refused(which: LoRA) -> None:
+    """An adapter would be put around it by one of them only."""
+    pytest.importorskip("peft")
+    model = Twice(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"first, second are one layer.* with also\."):
+        train_only(model, which)
+    assert "first.weight" in model.state_dict()
+    train_only(model, LoRA(rank=2, also=("first", "second")))
+    assert trainable(model) == {"first.weight", "first.bias"} | adapters("head")
+
+
+def test_a_block_by_two_names_has_one_adapter() -> None:
+    pytest.importorskip("peft")
+    model = train_only(Twice(nn.Sequential(nn.Linear(8, 8))), LoRA(rank=2))
+    assert model.first is model.second
+    assert trainable(model) == adapters("first.0", "head")
+
+
 def test_adapters_are_put_in_once() -> None:
     pytest.importorskip("peft")
     model = train_only(Body(), LoRA(rank=2))

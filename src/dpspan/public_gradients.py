@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -57,12 +57,17 @@ class Labels(Protocol):
 
 @dataclass(frozen=True)
 class RealLabels:
-    """The labels that the public data come with."""
+    """The labels that the public data come with.
+
+    `otherwise` is what an error advises if they are not the model's classes.
+    """
+
+    otherwise: str = field(default="pass public_labels='random'", repr=False, compare=False)
 
     real: ClassVar[bool] = True
 
     def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
-        return _GivenLabels(criterion, data)
+        return _GivenLabels(criterion, data, self.otherwise)
 
 
 @dataclass(frozen=True)
@@ -165,14 +170,13 @@ class _DrawnLabels:
 class _GivenLabels:
     """The data's own labels, checked when the model's classes are known."""
 
-    def __init__(self, criterion: nn.Module, data: PublicData) -> None:
-        self._criterion = criterion
+    def __init__(self, criterion: nn.Module, data: PublicData, otherwise: str) -> None:
+        self._criterion, self._otherwise = criterion, otherwise
         self._unchecked = data if takes_classes(criterion) else None
 
     def __call__(self, piece: PublicPiece, outputs: Tensor) -> Any:
         if self._unchecked is not None:
-            advice = "pass public_labels='random'"
-            check_classes(self._unchecked, outputs, self._criterion, otherwise=advice)
+            check_classes(self._unchecked, outputs, self._criterion, otherwise=self._otherwise)
             self._unchecked = None
         return piece.labels
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpspan.public import PublicData
 
@@ -28,6 +29,11 @@ class SampleCriterion:
         one_by_one: Any = copy.deepcopy(criterion)
         one_by_one.reduction = "none"
         self._criterion: nn.Module = one_by_one
+
+    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        """The model's loss for each sample."""
+        outputs = self.outputs(call(model, inputs), len(tree_leaves(labels)[0]))
+        return self.means(self.entries(outputs, labels), outputs, labels)
 
     def outputs(self, returned: Any, samples: int) -> Tensor:
         """The scores in what a model returns; Hugging Face models have them as `logits`."""

@@ -167,6 +167,7 @@ class LoRA:
         if _adapters(model):
             raise ValueError("The model has LoRA adapters already: start from the model without.")
         paths = self._paths(model)
+        _refuse_shared(model, paths)
         from peft import LoraConfig, inject_adapter_in_model
 
         alpha = self.rank if self.alpha is None else self.alpha
@@ -246,6 +247,20 @@ def _unseen(model: nn.Module) -> set[str]:
     """Layers whose weights are read by a module around them: an adapter there would not count."""
     around = [path for path, m in model.named_modules() if isinstance(m, _READS_WEIGHTS)]
     return {path for path, _ in model.named_modules() if _is_below(path, around) or "" in around}
+
+
+def _refuse_shared(model: nn.Module, paths: Iterable[str]) -> None:
+    """An adapter takes the place of a layer in one module, by one name."""
+    places = [child for module in model.modules() for child in module._modules.values()]
+    for path in paths:
+        layer = model.get_submodule(path)
+        if sum(child is layer for child in places) > 1:
+            named = model.named_modules(remove_duplicate=False)
+            raise ValueError(
+                f"{_some(name for name, module in named if module is layer)} are one layer, and "
+                "only the first would get a LoRA adapter: leave it out of targets, or train it in "
+                "full with also."
+            )
 
 
 def _some(names: Iterable[str], most: int = 12) -> str:

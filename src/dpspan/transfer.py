@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dpspan.capture import captures_on
 from dpspan.checks import check_count, check_number, expect
@@ -299,10 +298,7 @@ class _CriterionLoss:
         self._criterion = SampleCriterion(criterion, instead="WarmStart(loss=...)")
 
     def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
-        samples = len(tree_leaves(labels)[0])
-        outputs = self._criterion.outputs(call(model, inputs), samples)
-        entries = self._criterion.entries(outputs, labels)
-        return self._criterion.means(entries, outputs, labels)
+        return self._criterion(model, inputs, labels)
 
     def check_labels(self, model: nn.Module, data: PublicData) -> None:
         """All of them before training, not one by one as they come."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
-    check_model,
+    evaluated,
     principal_subspace,
     sample_gradients,
 )
@@ -35,10 +35,11 @@ def unprivate_captured_energy(
 ) -> Tensor:
     """The share of each private gradient's energy in the public subspace, (n,). NOT private.
 
-    Private gradients have the labels they come with, as in training (random ones if there are
-    none), public ones random labels. The arguments are those of `gsd`.
+    By a criterion, private gradients have the labels they come with, as in training (random ones
+    if there are none), and public ones random labels; a function gets the labels that there are.
+    The arguments are those of `gsd`.
     """
-    check_model(model)
+    model = evaluated(model)
     public = PublicData.of(public_batch, name="public")
     gradients = sample_gradients(model, loss_fn, public, seed=seed, piece=piece)
     subspace = principal_subspace(gradients, rank, of="public")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
-    check_model,
+    evaluated,
     principal_subspace,
     sample_gradients,
 )
@@ -42,7 +42,8 @@ def gsd(
     """The distance of two batches, 0 (same subspace) to 1 (orthogonal ones). NOT private.
 
     Args:
-        model: at the weights that training starts from, or a `ProbeNetwork`; left as it was.
+        model: at the weights that training starts from, or a `ProbeNetwork`; run in
+            evaluation mode, on a copy.
         loss_fn: a criterion, for which both sides get random labels of the model's classes, or a
             function (model, inputs[, labels]) → one loss per sample.
         private_batch: inputs, (inputs,), (inputs, labels), a mapping, a Dataset or a DataLoader.
@@ -52,7 +53,7 @@ def gsd(
         seed: of the random labels, the same for both sides.
         piece: samples run through the model at a time.
     """
-    check_model(model)
+    model = evaluated(model)
     sides = []
     for name, batch in (("private", private_batch), ("public", public_batch)):
         data = PublicData.of(batch, name=name)

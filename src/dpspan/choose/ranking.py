@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpspan.choose.energy import energies, own_gradients
 from dpspan.choose.gsd import full_subspace, subspace_distance
 from dpspan.choose.samples import combined, drawn
-from dpspan.choose.subspaces import PIECE, Loss, check_model, sample_gradients
+from dpspan.choose.subspaces import PIECE, Loss, evaluated, sample_gradients
 from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
 from dpspan.choose.transport import has_classes, transport_distance
 from dpspan.ledger import Ledger
@@ -124,7 +124,8 @@ def rank_public(
     """Compare public candidates with private data, without privacy, and say so.
 
     Args:
-        model: at the weights that training starts from, or a `ProbeNetwork`.
+        model: at the weights that training starts from, or a `ProbeNetwork`; run in
+            evaluation mode, on a copy.
         loss_fn: a criterion, or a function (model, inputs[, labels]) → one loss per sample.
         private: the private data; at most `samples` of it are looked at.
         candidates: public datasets by name.
@@ -136,7 +137,7 @@ def rank_public(
         piece: samples run through the model at a time.
         ledger: where to note that this was looked at; the numbers themselves never go there.
     """
-    check_model(model)
+    model = evaluated(model)
     data = _candidates(candidates, combinations, samples, seed)
     if ledger is not None:
         ledger.warn("unprivate: public data were ranked by private data, without noise")
@@ -203,5 +204,10 @@ def _candidates(
     }
     for names in together:
         joint = " + ".join(names)
+        if joint in data:
+            raise ValueError(
+                f"Expected one candidate of the name {joint!r}, got that combination beside it: "
+                "rename the candidate, or leave the combination out."
+            )
         data[joint] = combined([data[name] for name in names], samples, seed=seed, name=joint)
     return data

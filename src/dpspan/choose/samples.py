@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from dpspan.checks import check_count
+from dpspan.checks import check_count, expect
 from dpspan.public import PublicData
 
 
@@ -32,14 +32,16 @@ def drawn(source: object, samples: int, *, seed: int, name: str) -> PublicData:
 def combined(
     sources: Sequence[object], samples: int, *, seed: int = 0, name: str = "combined"
 ) -> PublicData:
-    """Several public datasets as one candidate: `samples` in all, the same number of each.
+    """Several public datasets as one candidate, with an equal share of `samples` from each.
 
-    Labels are renumbered so that no two datasets share a class; random labels ignore them.
+    One that has fewer gives all it has, and the others no more for that. Labels are renumbered so
+    that no two datasets share a class; random labels ignore them.
     """
     if len(sources) < 2:
         raise ValueError(f"Expected at least 2 datasets to combine, got {len(sources)}.")
     share = check_count("samples", samples) // len(sources)
-    parts = [drawn(source, max(1, share), seed=seed, name=name) for source in sources]
+    expect(share > 0, f"samples of at least {len(sources)}, one of each dataset", samples)
+    parts = [drawn(source, share, seed=seed, name=name) for source in sources]
     batches: list[tuple[Any, ...]] = []
     classes = 0
     for part in parts:

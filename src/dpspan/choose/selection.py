@@ -15,7 +15,6 @@ log(1 + r(exp(ε₀) − 1))-DP on the data, so ε₀ = log(1 + (exp(ε) − 1)/
 
 from __future__ import annotations
 
-import copy
 import math
 import secrets
 from collections.abc import Mapping
@@ -26,13 +25,15 @@ from scipy.optimize import brentq
 from torch import nn
 
 from dpspan.checks import check_count, check_number, expect
+from dpspan.choose.company import check_company
 from dpspan.choose.picking import pick_named
+from dpspan.choose.records import private_loader, sampled_batches
 from dpspan.choose.samples import drawn
-from dpspan.choose.scores import UNIT, Score, private_loader, sampled_batches, totals
+from dpspan.choose.scores import UNIT, Score, totals
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
-    check_model,
+    evaluated,
     principal_subspace,
     sample_gradients,
 )
@@ -40,9 +41,12 @@ from dpspan.events import pure_event
 from dpspan.ledger import Ledger
 from dpspan.public import PublicData, refuse_overlap
 
-# Last bits of a record's score can depend on the records it is computed beside. This share of ε is
-# kept for them: as much as if all others together could change by 1/128 when one record comes or
-# goes. (60,000 scores off by 1e-7 each, either way, change their sum by 2e-5.)
+# Last bits of a record's score can depend on the records it is computed beside. If the others'
+# scores together move each sum by up to η, either way, when one record comes or goes, a candidate
+# gains or loses up to 1 + 2η against another, and a mechanism of ε costs ε(1 + 2η). This share of ε
+# is kept for that, which is enough for η = 1/254. (Batches are of one size, in which the same
+# record has had the same score to the last bit on a CPU, whatever its place; 60,000 scores off by
+# 1e-7 each, either way as often, would move their sum by 2e-5.)
 _KEPT = Fraction(1, 128)
 _LARGEST_EPSILON = 10.0
 _SUCCESS = 0.95
@@ -53,7 +57,7 @@ class Choice:
     """What was chosen, and what that says. All of it may be published."""
 
     name: str | None  # None: no public data
-    public: PublicData | None  # for `GEP(public=...)`
+    public: PublicData | None  # the samples compared, at most `samples`: for `GEP(public=...)`
     epsilon: float
     mechanism: str
     candidates: tuple[str, ...]  # those with public data
@@ -82,16 +86,18 @@ def choose_public(
 
     Args:
         model: at weights that do not come from the private data (initial, or trained on public
-            data), or a `ProbeNetwork`. It is run in evaluation mode, on a copy.
+            data), or a `ProbeNetwork`. It is run in evaluation mode, on a copy for each batch.
         loss_fn: a criterion, or a function (model, inputs, labels) → one loss per sample.
         private: the private data, a DataLoader, a Dataset or tensors (inputs, labels).
-        candidates: public datasets by name; their gradients have random labels.
+        candidates: public datasets by name. With a criterion their gradients have random labels;
+            a function gets the labels that they come with, so they need some.
         ledger: `engine.ledger` of the run that will train, so that it pays for the choice.
         epsilon: what the choice costs.
         threshold: choose no public data (name None) unless a candidate captures more than this
             share of the energy, on average over the records.
         rank: k, how many directions of each candidate count.
-        samples: how many samples of each candidate.
+        samples: how many samples of each candidate. The choice holds these; train with the whole
+            dataset of that name if you want more.
         mechanism: "permute-and-flip" or "exponential".
         sample_rate: look at a Poisson sample of the records only. Saves time, and for rates that
             leave some thousand records little accuracy.
@@ -100,9 +106,8 @@ def choose_public(
         seed: of the samples and random labels of the candidates; no secret.
         piece: samples run through the model at a time.
     """
-    epsilon = float(check_number("epsilon", epsilon))
-    expect(0 < epsilon <= _LARGEST_EPSILON, f"0 < epsilon <= {_LARGEST_EPSILON:g}", epsilon)
-    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    epsilon, sample_rate = _checked(epsilon, sample_rate)
+    check_count("piece", piece)
     if threshold is not None:
         expect(0 <= check_number("threshold", threshold) <= 1, "0 <= threshold <= 1", threshold)
     pick = pick_named(mechanism)
@@ -114,20 +119,22 @@ def choose_public(
         )
     note = _note(len(choices), epsilon, mechanism, sample_rate, records)
     loader = private_loader(private)
-    check_model(model)
-    model = copy.deepcopy(model).eval()  # dropout would tie a record's score to its place
+    model = evaluated(model)
     event = pure_event(epsilon)
     ledger.reserve(event, 1)  # before the work: a choice that cannot be paid for is not computed
     data = {name: drawn(each, samples, seed=seed, name=name) for name, each in candidates.items()}
-    for each in data.values():
-        refuse_overlap(each, loader.dataset, loader.collate_fn)
     subspaces = []
     for name, each in data.items():
         gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
         subspaces.append(principal_subspace(gradients, rank, of=name))
         del gradients
-    batches = sampled_batches(loader, float(sample_rate), piece)
-    sums = totals(Score(model, loss_fn, subspaces), batches, threshold)
+    for each in data.values():
+        check_company(model, loss_fn, subspaces, each, seed=seed, piece=piece)
+    # Private records are not read before this line, so no refusal above tells anything of them.
+    for each in data.values():
+        refuse_overlap(each, loader.dataset, loader.collate_fn)
+    score = Score(model, loss_fn, subspaces, piece=piece)
+    sums = totals(score, sampled_batches(loader, sample_rate, piece), threshold)
     for each in data.values():
         detail = f"candidate of a private choice: {mechanism}, ε = {epsilon:g}, rank {rank}"
         ledger.declare_public(each.name, each.digest, each.count, detail=detail)
@@ -160,6 +167,7 @@ def resolution(
     public knowledge only. `candidates` counts "no public data" too.
     """
     records, candidates = check_count("records", records), check_count("candidates", candidates)
+    epsilon, sample_rate = _checked(epsilon, sample_rate)
     expect(candidates >= 2, "at least 2 candidates", candidates)
     lowest = 1 / candidates
     expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
@@ -174,6 +182,13 @@ def resolution(
     gap = brentq(lambda gap: pick.success(candidates, gap) - success, 0.0, 700.0)
     lead = gap / (_on_sample(epsilon, sample_rate) * float(1 - _KEPT))
     return float((lead + spread) / (records * sample_rate))
+
+
+def _checked(epsilon: float, sample_rate: float) -> tuple[float, float]:
+    epsilon = float(check_number("epsilon", epsilon))
+    expect(0 < epsilon <= _LARGEST_EPSILON, f"0 < epsilon <= {_LARGEST_EPSILON:g}", epsilon)
+    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    return epsilon, float(sample_rate)
 
 
 def _on_sample(epsilon: float, sample_rate: float) -> float:

@@ -6,6 +6,8 @@ have been let go.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -22,14 +24,18 @@ PIECE = 256  # samples run through the model at a time
 Loss = Callable[..., Tensor]  # a criterion, or (model, inputs[, labels]) → one loss per sample
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model whose samples have no gradients of their own."""
+def evaluated(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode, as dropout would tie a sample's gradient to its place.
+
+    Refuses a model whose samples have no gradients of their own.
+    """
     validate(model)
     if captures_on(model):
         raise ValueError(
             "The model belongs to a private run: choose public data before make_private, or call "
             "detach() on its engine first."
         )
+    return copy.deepcopy(model).eval()
 
 
 def sample_gradients(
@@ -47,6 +53,8 @@ def sample_gradients(
     the data's own ("real"). A function `loss_fn(model, inputs[, labels])` gets what the data hold.
     """
     criterion = loss_fn if isinstance(loss_fn, nn.Module) else None
+    if criterion is None:
+        _check_arguments(loss_fn, data)
     chosen = RandomLabels(seed=seed) if labels == "random" else labels_of(labels)
     make = PublicGradients(
         model=model,
@@ -59,6 +67,26 @@ def sample_gradients(
         seed=seed,
     )
     return make(0)
+
+
+def _check_arguments(loss: Loss, data: PublicData) -> None:
+    """A function gets the labels that samples come with: nobody could draw them for it."""
+    try:
+        signature = inspect.signature(loss)
+    except ValueError:  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(*range(3 if data.labelled else 2))
+    except TypeError:
+        given, advice = (
+            ("labels", "leave them out, or let it take them")
+            if data.labelled
+            else ("no labels", "add them, or pass a criterion, which gets random ones")
+        )
+        raise ValueError(
+            f"Expected loss_fn to take a model and what '{data.name}' holds, inputs and {given}, "
+            f"got {getattr(loss, '__name__', type(loss).__name__)}{signature}: {advice}."
+        ) from None
 
 
 def principal_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:

@@ -16,10 +16,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpspan.checks import check_count, check_number, expect
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
@@ -28,8 +28,7 @@ from dpspan.mechanisms.base import Setting, Sums, check_one_clip
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.noise import Noise
 from dpspan.public import PublicData
-from dpspan.public_gradients import LabelSource, PublicGradients, PublicPiece
-from dpspan.sample_losses import check_classes, takes_classes
+from dpspan.public_gradients import PublicGradients, RealLabels
 
 
 @runtime_checkable
@@ -108,6 +107,12 @@ class MirrorDescent:
             "alpha(step)",
             self.mixing,
         )
+        expect(
+            type(self.mixing).__repr__ is not object.__repr__,
+            "mixing to have a repr with its parameters, by which a resumed run knows it (a frozen "
+            "dataclass has one)",
+            self.mixing,
+        )
         for name in ("clip", "public_clip"):
             value = getattr(self, name)
             expect(value is None or 0 < value < math.inf, f"{name} > 0", value)
@@ -147,7 +152,7 @@ class MirrorDescent:
         gradients = PublicGradients(
             model=setting.model,
             data=data,
-            labels=_OwnLabels(),
+            labels=RealLabels(otherwise="leave out samples of other classes"),
             criterion=setting.criterion,
             loss=self.public_loss,
             samples=self.public_samples,
@@ -161,7 +166,7 @@ class MirrorDescent:
         """Name and configuration; the public data itself is in the ledger, by its digest."""
         return {
             "method": "MirrorDescent",
-            "mixing": describe(self.mixing),
+            "mixing": repr(self.mixing),
             "clip": self.clip_norm,
             "public_samples": self.public_samples,
             "public_loss": None if self.public_loss is None else describe(self.public_loss),
@@ -262,38 +267,18 @@ class MirrorMechanism:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from that step."""
-        if state.keys() != {"step", "public"} or not isinstance(state["step"], int):
+        if state.keys() != {"step", "public"}:
             raise ValueError(
                 f"Expected a method's state with step and public, got {sorted(state)}."
             )
+        whole = type(state["step"]) is int and state["step"] >= 0
+        expect(whole, "a method's state with step a whole number of at least 0", state["step"])
         if state["public"] != [data.digest for data in self.public]:
             raise ValueError(
                 "The state does not fit this run: it was saved with other public data. Pass the "
                 "same public data as then."
             )
         self._step = state["step"]
-
-
-class _OwnLabels:
-    """The labels that the data come with, checked when the model's classes are known.
-
-    Not `RealLabels`, whose errors advise random ones.
-    """
-
-    real: ClassVar[bool] = True
-
-    def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
-        unchecked = takes_classes(criterion)
-
-        def labels(piece: PublicPiece, outputs: Tensor) -> Any:
-            nonlocal unchecked
-            if unchecked:
-                advice = "leave out samples of other classes"
-                check_classes(data, outputs, criterion, otherwise=advice)
-                unchecked = False
-            return piece.labels
-
-        return labels
 
 
 def _inner(x: Sums, y: Sums) -> Tensor:
