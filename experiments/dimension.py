@@ -5,9 +5,10 @@
 Logistic regression on n = 500 records at ε = 1, δ = 1e-6: the same ten numbers a record, turned
 into p features by an isometry, so that without privacy nothing depends on p. 100 public rows of the
 same kind span the subspace. Shown is the excess risk, loss on the private records above the least
-possible, and the time of a step. The learning rate of each method at each p is the best of three
-for three other seeds. Constrained methods stay in a ball of radius 2; the true weights have length
-1.5. Every finished run is a line of results.jsonl; a run that is already there is not repeated.
+possible, and the time of a step. The learning rate of each method at each p is the best of its
+grid for three other seeds. Constrained methods stay in a ball of radius 2; the true weights have
+length 1.5. Every finished run is a line of results.jsonl; a run that is already there is not
+repeated.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from dpspan.convex import (
     PublicFeatures,
     Released,
 )
-from dpspan.convex.fitting import Fit, PrivateRecords
+from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.methods import Method
-from dpspan.convex.noise import GaussianNoise
 from dpspan.convex.oracles import PublicSide
 from dpspan.convex.rows import Rows
 from dpspan.convex.schedules import ConstantClip
@@ -79,7 +79,7 @@ METHODS: dict[str, tuple[Sequence[float], Callable[[float], Method]]] = {
         lambda rate: NoisyAdaGrad(steps=STEPS, learning_rate=rate, radius=RADIUS, subspace=IN_SPAN),
     ),
     "projected AdaGrad, released, constrained": (
-        (0.5, 1.0, 2.0),
+        (0.1, 0.2, 0.3, 0.5, 1.0, 2.0),
         lambda rate: NoisyAdaGrad(
             steps=STEPS,
             learning_rate=rate,

@@ -53,7 +53,7 @@ KEYS = ("accuracy", "auc")
 EPSILONS = (0.1, 0.5, 1.0, 3.0)
 TABLES = ("adult", "a9a", "w8a", "bank_additional_full", "uci_credit_default_30k")
 ZERO_ONE = ("a9a", "w8a")
-TUNED_ON, TUNING_SEEDS = "covtype_20k", (1000, 1001)
+TUNED_ON, TUNING_SEEDS = "covtype_20k", tuple(range(1000, 1008))
 
 Settings = Sequence[Any]
 Make = Callable[[Any], dict[str, Any]]
@@ -61,42 +61,45 @@ DIAGONAL = FromNoisyGradients(diagonal=True)
 OURS: dict[str, tuple[Settings, Make]] = {
     "DP-GD": ((3, 10, 30, 100), lambda rate: {"method": GradientDescent(learning_rate=rate)}),
     "DP-GD, warm start": (
-        (1, 3, 10, 30),
+        (1, 3, 10, 30, 100),
         lambda rate: {"method": GradientDescent(learning_rate=rate), "start": "public"},
     ),
     "projected DP-GD": (
         (3, 10, 30, 100),
         lambda rate: {"method": GradientDescent(learning_rate=rate, subspace=_features())},
     ),
-    "AdaGrad": ((0.3, 1, 3, 10), lambda rate: {"method": NoisyAdaGrad(learning_rate=rate)}),
+    "AdaGrad": (
+        (0.3, 1, 3, 10, 30, 100, 300),
+        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate)},
+    ),
     "AdaGrad, warm start": (
-        (0.1, 0.3, 1, 3),
+        (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
         lambda rate: {"method": NoisyAdaGrad(learning_rate=rate), "start": "public"},
     ),
     "AdaGrad, diagonal": (
-        (0.3, 1, 3, 10),
+        (0.3, 1, 3, 10, 30, 100),
         lambda rate: {"method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL)},
     ),
     "AdaGrad, diagonal, falling clip": (
-        (0.3, 1, 3, 10),
+        (0.3, 1, 3, 10, 30, 100),
         lambda rate: {
             "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
             "clip": Envelope(start=2.0, decay=0.25),
         },
     ),
     "AdaGrad, diagonal, warm start": (
-        (0.1, 0.3, 1, 3),
+        (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
         lambda rate: {
             "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
             "start": "public",
         },
     ),
     "projected AdaGrad": (
-        (0.3, 1, 3, 10),
+        (0.3, 1, 3, 10, 30, 100),
         lambda rate: {"method": NoisyAdaGrad(learning_rate=rate, subspace=_features())},
     ),
     "projected AdaGrad, released": (
-        (0.3, 1, 3, 10, 30),
+        (0.3, 1, 3, 10, 30, 100, 300),
         lambda rate: {"method": _adagrad(rate, Released())},
     ),
     "projected AdaGrad, second moment": (
@@ -314,6 +317,7 @@ def plot(runs: Sequence[dict[str, Any]], methods: Sequence[str], path: Path) -> 
     figure, axes = plt.subplots(
         2, len(tables), figsize=(4 * len(tables), 7), sharex=True, squeeze=False
     )
+    colours = matplotlib.colormaps["tab20"].colors
     for column, table in enumerate(tables):
         for row, key in enumerate(KEYS):
             axis = axes[row, column]
@@ -328,7 +332,8 @@ def plot(runs: Sequence[dict[str, Any]], methods: Sequence[str], path: Path) -> 
                     axis.axhline(means[0.0], color=colour, linestyle="--", label=method)
                 else:
                     style = ":" if method == PEER else "-"
-                    axis.plot(means.keys(), means.values(), style, marker="o", ms=3, label=method)
+                    colour = colours[methods.index(method)]
+                    axis.plot(*zip(*means.items(), strict=True), style, c=colour, label=method)
             axis.set_xscale("log")
             axis.set_title(f"{table}: {key} in %", fontsize=9)
             ours = [line.get_ydata() for line in axis.lines if line.get_label() != PEER]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy import sparse
 
-from dpspan.convex.noise import GaussianNoise
+from dpspan.convex.fitting import GaussianNoise
 
 
 class ScriptedNoise(GaussianNoise):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,16 @@ from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_digits, make_classification, make_regression
 from sklearn.model_selection import cross_val_score
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from dpspan import Budget, BudgetExceeded, Ledger, write_certificate
 from dpspan.convex import (
+    Envelope,
     FeatureBounds,
+    FromNoisyGradients,
     GivenBasis,
+    GivenClips,
     GradientDescent,
     Huber,
     NoisyAdaGrad,
@@ -27,11 +33,14 @@ from dpspan.convex import (
     PrivateLinearSVC,
     PrivateLogisticRegression,
     PublicFeatures,
+    PublicGradients,
     PublicRows,
     PublicScaling,
+    Released,
+    ReleasedSecondMoment,
 )
+from dpspan.convex.fitting import GaussianNoise
 from dpspan.convex.methods import METHODS
-from dpspan.convex.noise import GaussianNoise
 
 ESTIMATORS = [PrivateLogisticRegression, PrivateLinearSVC, PrivateLinearRegression]
 QUICK: dict[str, Any] = {"accountant": "rdp"}  # a hundredth of a second instead of half a one
@@ -182,23 +191,56 @@ def test_the_same_multiplier_gives_the_same_epsilon_whatever_the_method() -> Non
     assert len(found) == 1
 
 
-def test_noise_is_as_large_as_the_ledger_says(monkeypatch) -> None:
+ALL = {
+    **METHODS,
+    "second moment": NoisyAdaGrad(
+        subspace=PublicFeatures(rank=5), preconditioner=ReleasedSecondMoment(share=0.3)
+    ),
+    "turning second moment": NoisyAdaGrad(
+        subspace=PublicGradients(rank=5), preconditioner=ReleasedSecondMoment()
+    ),
+    "turning": NoisyAdaGrad(subspace=PublicGradients(rank=5), preconditioner=Released(share=0.2)),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_noise_is_as_large_as_the_ledger_says(name: str, monkeypatch) -> None:
+    """Of the gradient and of a released preconditioner: 1/z² = 1/z_b² + 1/z_B² is spent."""
     stds: list[float] = []
+    scales: list[float] = []
 
     def normal(self, size: int, std: float) -> np.ndarray:
         stds.append(std)
         return np.zeros(size)
 
+    def goe(self, size: int, scale: float) -> np.ndarray:
+        scales.append(scale)
+        return np.zeros((size, size))
+
     monkeypatch.setattr(GaussianNoise, "normal", normal)
-    x, y = table(300)
+    monkeypatch.setattr(GaussianNoise, "goe", goe)
+    x, y = table(350)
     ledger = Ledger()
-    method = GradientDescent(steps=5)
-    PrivateLogisticRegression(method=method, clip=0.3).fit(x, y, ledger=ledger)
+    method = replace(ALL[name], steps=5)  # type: ignore[type-var]
+    model = PrivateLogisticRegression(method=method, clip=0.3)
+    model.fit(x[50:], y[50:], public=(x[:50], y[:50]), ledger=ledger)
     ((event, count),) = ledger.events
     assert count == 5
     assert isinstance(event, GaussianDpEvent)
-    assert stds == [pytest.approx(event.noise_multiplier * 0.3 / 300)] * 5
+    z = event.noise_multiplier
     assert 0.999 <= ledger.epsilon(1e-6) <= 1.0
+    preconditioner = getattr(method, "preconditioner", None)
+    share = 0.0 if preconditioner is None else preconditioner.share
+    assert stds == [pytest.approx(z / math.sqrt(1 - share) * 0.3 / 300)] * 5
+    delta = {
+        Released: math.sqrt(2) * 0.3 / 300,
+        ReleasedSecondMoment: 0.3 / math.sqrt(300),
+    }.get(type(preconditioner))
+    expected = []
+    if delta is not None:
+        z_B = z / math.sqrt(share)
+        expected = [z_B * delta * math.sqrt(t) / math.sqrt(2) for t in range(1, 6)]
+    assert scales == pytest.approx(expected)
 
 
 def test_noise_is_fresh_unless_fixed() -> None:
@@ -251,7 +293,125 @@ def test_one_record_moves_a_noiseless_fit_by_little(monkeypatch) -> None:
             assert moved > 0.1 * 0.5 / 300
 
 
+def too_long(x: np.ndarray) -> dict[str, Any]:
+    """Private tables whose last row has no finite length: as it is, in pieces, after scaling."""
+    pieces = sparse.vstack([sparse.csr_matrix(x), sparse.csr_matrix(([0.0], ([0], [0])), (1, 12))])
+    data = np.concatenate([pieces.data[: pieces.indptr[-2]], [1.7e308, 1.7e308]])
+    indices = np.concatenate([pieces.indices[: pieces.indptr[-2]], [0, 0]])
+    pointers = np.append(pieces.indptr[:-1], pieces.indptr[-2] + 2)
+    return {
+        "huge": np.vstack([x, np.full((1, 12), 1.7e308)]),
+        "long": np.vstack([x, np.full((1, 12), 1e200)]),
+        "in pieces": sparse.csr_matrix((data, indices, pointers), shape=(len(x) + 1, 12)),
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("row", ["huge", "long", "in pieces"])
+def test_a_row_without_a_finite_length_leaves_no_trace(name: str, row: str) -> None:
+    """0·Inf is NaN: one such record would be visible in every weight."""
+    x, y = table(250)
+    bad = too_long(x[50:])[row]
+    open_rows = {"public": (x[:50], y[:50])}
+    if sparse.issparse(bad):
+        open_rows = {"public": (sparse.csr_matrix(x[:50]), y[:50])}
+    method = replace(ALL[name], steps=3)  # type: ignore[type-var]
+    model = PrivateLogisticRegression(method=method, records=200, random_state=1, **QUICK)
+    labels = np.append(y[50:], 1)
+    found = clone(model).fit(bad, labels, **open_rows)
+    without = clone(model).fit(bad[:-1], labels[:-1], **open_rows)
+    np.testing.assert_allclose(found.coef_, without.coef_, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found.intercept_, without.intercept_, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("row_norm", [None, 1.0])
+def test_a_row_that_overflows_when_scaled_is_finite_news(kind, row_norm: float | None) -> None:
+    x, y = table(250)
+    x = x * 1e-10
+    x[-1] = 1e300
+    scaling = PublicScaling(limit=math.inf)
+    model = kind(
+        method="gd", scaling=scaling, row_norm=row_norm, records=200, random_state=1, **QUICK
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning would be about private records
+        found = model.fit(x[50:], y[50:], public=x[:50])
+    assert np.isfinite(found.coef_).all()
+
+
+def test_public_rows_have_a_finite_length() -> None:
+    x, y = table(100)
+    x[3] = 1e200
+    for public in (x[:10], (x[:10], y[:10])):
+        with pytest.raises(ValueError, match=r"public rows of finite length.*got 1 without"):
+            PrivateLogisticRegression(**QUICK).fit(x[10:], y[10:], public=public)
+
+
 # -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (NoisyAdaGrad(preconditioner=Released()), "give a subspace .* or preconditioner="),
+        (
+            NoisyAdaGrad(preconditioner=FromNoisyGradients(diagonal=False)),
+            "give a subspace .* or preconditioner=",
+        ),
+        (
+            NoisyAdaGrad(
+                subspace=PublicGradients(rank=3), preconditioner=FromNoisyGradients(diagonal=True)
+            ),
+            "the subspace changes between steps",
+        ),
+        (GradientDescent(subspace=GivenBasis(basis=np.zeros((4001, 0)))), "at least one column"),
+        (NoisyAdaGrad(subspace=GivenBasis(basis=np.zeros((4001, 0)))), "at least one column"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_is_charged(method, message: str) -> None:
+    x, y = np.random.default_rng(0).standard_normal((60, 4000)), np.arange(60) % 2
+    ledger = Ledger(accountant="rdp")
+    with pytest.raises(ValueError, match=message):
+        PrivateLogisticRegression(method=method, row_norm=1.0).fit(
+            x[20:], y[20:], public=(x[:20], y[:20]), ledger=ledger
+        )
+    assert ledger.steps == 0
+
+
+def test_a_clip_that_leaves_no_room_for_noise_is_refused_before_it_is_charged() -> None:
+    """Squares of the clips make the noise: below 1e-162 they would be zero, and so would it be."""
+    x, y = table(100)
+    for clip in (1e-170, 1e200, Envelope(start=1.0, decay=300.0), GivenClips(clips=(1.0, 1e-200))):
+        ledger = Ledger(accountant="rdp")
+        with pytest.raises(ValueError, match=r"clips between 1e-100 and 1e\+100"):
+            PrivateLogisticRegression(clip=clip).fit(x, y, ledger=ledger)
+        assert ledger.steps == 0
+
+
+@pytest.mark.parametrize("clip", [1, np.int64(1), np.float32(1), np.float64(1)])
+def test_a_clip_is_any_kind_of_number(clip: Any) -> None:
+    x, y = table(100)
+    model = PrivateLogisticRegression(clip=clip, **QUICK).fit(x, y)
+    assert json.loads(json.dumps(model.certificate_["training"]["clip"]))["clip"] == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_public_targets_are_finite(bad: float) -> None:
+    x, y = table(100)
+    targets = np.where(np.arange(50) == 3, bad, y[:50])
+    with pytest.raises(ValueError, match="Expected finite public targets"):
+        PrivateLinearRegression(**QUICK).fit(x[50:], y[50:], public=(x[:50], targets))
+
+
+def test_a_ledger_has_its_own_accountant() -> None:
+    x, y = table(100)
+    ledger = Ledger(accountant="rdp")
+    with pytest.raises(ValueError, match=r"accountant 'rdp', as the ledger has it, got 'pld'"):
+        PrivateLogisticRegression(accountant="pld").fit(x, y, ledger=ledger)
+    assert ledger.steps == 0
+    PrivateLogisticRegression().fit(x, y, ledger=ledger)
+    assert ledger.steps == 30
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -314,7 +474,11 @@ def test_public_rows_that_are_private() -> None:
     [
         ({"clip": "auto"}, "inferred from private records"),
         ({"clip": None}, "inferred from private records"),
+        ({"clip": [1.0]}, "inferred from private records"),
+        ({"clip": True}, "clip to be a number, got True"),
         ({"scaling": "standard"}, "would release them without noise"),
+        ({"scaling": StandardScaler()}, "would release them without noise"),
+        ({"scaling": StandardScaler}, "would release them without noise"),
         ({"scaling": "public"}, "needs some: pass public=X_pub to fit"),
         ({"method": "projected"}, "PublicFeatures needs public rows"),
         ({"start": "public"}, "start='public' needs public rows"),
@@ -355,6 +519,18 @@ def test_parameters_and_tools() -> None:
     x, y = table(300)
     scores = cross_val_score(PrivateLogisticRegression(epsilon=5.0, **QUICK), x, y, cv=3)
     assert scores.shape == (3,)
+
+
+def test_a_shared_ledger_stays_in_one_process() -> None:
+    """Charged in copies it would refuse nothing; a refusal is NaN unless scikit-learn is told."""
+    x, y = table(300)
+    model = PrivateLogisticRegression(epsilon=1.0)
+    ledger = Ledger(accountant="rdp", budget=Budget(epsilon=1.5, delta=1e-6))
+    with pytest.raises(BudgetExceeded):
+        cross_val_score(model, x, y, cv=3, params={"ledger": ledger}, error_score="raise")
+    assert 0 < ledger.epsilon() <= 1.5
+    with pytest.raises((TypeError, pickle.PicklingError)):
+        cross_val_score(model, x, y, cv=3, n_jobs=2, params={"ledger": ledger})
 
 
 def test_progress_is_shown_on_request(capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 from dataclasses import replace
@@ -24,10 +25,9 @@ from dpspan.convex import (
     Released,
     ReleasedSecondMoment,
 )
-from dpspan.convex.fitting import Fit, PrivateRecords
+from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.losses import Logistic, one_hot
 from dpspan.convex.methods import METHODS, method_of
-from dpspan.convex.noise import GaussianNoise
 from dpspan.convex.oracles import PublicSide
 from dpspan.convex.rows import Rows
 from dpspan.convex.schedules import ConstantClip
@@ -83,6 +83,9 @@ class Seen:
 
         return track
 
+    def turns_within(self, steps: int) -> bool:
+        return bool(self.oracle.turns_within(steps))
+
     def bases(self) -> list[np.ndarray]:
         return [np.kron(np.eye(s.copies), s.basis) for s in self.subspaces]
 
@@ -125,6 +128,8 @@ def test_the_papers_algorithm_in_p_by_p(floor: float, subspace, radius: float | 
     assert len(expected) == 40
     assert np.abs(expected).max() > 1e-3
     np.testing.assert_allclose(found, expected, atol=1e-8)
+    z_b = Z / math.sqrt(1 - 0.3)
+    assert noise.stds == pytest.approx([z_b * fit.clip.at(t) / 200 for t in range(1, 9)])
     if radius is not None:
         assert np.linalg.norm(found) <= radius
 
@@ -171,6 +176,7 @@ def test_from_noisy_gradients_step_by_step() -> None:
         s += np.outer(u, u)
         theta = theta - 0.1 * np.linalg.pinv(_root(s), rcond=1e-7, hermitian=True) @ u
     np.testing.assert_allclose(found, theta, atol=1e-6)
+    assert noise.stds == pytest.approx([Z * fit.clip.at(t) / 200 for t in range(1, 6)])
 
 
 def _root(s: np.ndarray) -> np.ndarray:
@@ -257,18 +263,23 @@ def test_noise_on_no_signal(n: int, rank: int | None) -> None:
 
 
 def test_parts_and_steps_have_independent_noise() -> None:
-    noise = ScriptedNoise(11)
-    NoisyAdaGrad(steps=150, subspace=PublicFeatures(rank=3), preconditioner=Released()).minimise(
-        fit_of(n=20, p=8, noise=noise, clip=ConstantClip(clip=1.0))
-    )
+    """Every coordinate of gradient and matrix against every other, in a step and in the next."""
+    noise, fits, steps = ScriptedNoise(11), 60, 40
+    method = NoisyAdaGrad(steps=steps, subspace=PublicFeatures(rank=3), preconditioner=Released())
+    for _ in range(fits):
+        method.minimise(fit_of(n=20, p=8, noise=noise, clip=ConstantClip(clip=1.0)))
     b = np.stack(noise.vectors) / np.array(noise.stds)[:, None]
     big = np.stack(noise.matrices) / np.array(noise.scales)[:, None, None]
-    for one, other in (
-        (b[1:, 0], b[:-1, 0]),
-        (b[:, 0], big[:, 0, 1]),
-        (big[1:, 0, 1], big[:-1, 0, 1]),
-    ):
-        assert abs((one * other).mean()) <= 5 / math.sqrt(len(one))
+    upper = np.triu_indices(3)
+    entries = big[:, *upper] / np.where(upper[0] == upper[1], math.sqrt(2), 1.0)
+    draws = np.hstack([b, entries])
+    assert draws.shape == (fits * steps, 9)
+    own = draws.T @ draws / len(draws) - np.eye(9)
+    following = draws[1:].T @ draws[:-1] / (len(draws) - 1)
+    bound = 4.5 / math.sqrt(len(draws))  # 0.09; a squared entry has twice the variance
+    assert np.abs(own - np.diag(np.diag(own))).max() <= bound
+    assert np.abs(np.diag(own)).max() <= bound * math.sqrt(2)
+    assert np.abs(following).max() <= bound
 
 
 # -- size -----------------------------------------------------------------------------------------
@@ -326,6 +337,22 @@ def test_names_and_refusals() -> None:
         method_of(object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected preconditioner to be one of dpspan\.convex"):
         NoisyAdaGrad(preconditioner=object())  # type: ignore[arg-type]
+
+
+def test_what_the_certificate_says_of_a_method() -> None:
+    rate: Any = np.float32(0.5)
+    steps: Any = np.int64(3)
+    method = NoisyAdaGrad(steps=steps, learning_rate=rate, subspace=PublicFeatures())
+    assert json.loads(json.dumps(method.describe())) == {
+        "name": "NoisyAdaGrad",
+        "steps": 3,
+        "learning_rate": 0.5,
+        "radius": None,
+        "subspace": {"name": "PublicFeatures", "rank": 50},
+        "preconditioner": FromNoisyGradients().describe(),
+        "average": 0.5,
+    }
+    assert "preconditioner" not in GradientDescent().describe()
 
 
 def test_a_subspace_of_another_kind_is_refused() -> None:

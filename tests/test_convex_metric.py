@@ -53,6 +53,18 @@ def test_the_closest_point_by_bisection(seed: int, k: int, shrink: float, spread
     assert distance(found) <= distance(best) * (1 + 1e-6) + 1e-9 * float(y @ h @ y)
 
 
+def test_a_point_that_is_outside_by_rounding_alone() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(3000):
+        k = int(rng.integers(1, 8))
+        own, _ = metric(k, trial, spread=rng.uniform(0, 6))
+        u = rng.standard_normal(k)
+        radius = float(np.linalg.norm(u)) * (1 - 10.0 ** rng.uniform(-16.5, -10))
+        found = own.closest_in_ball(u, radius)
+        assert np.linalg.norm(found) <= radius * (1 + 1e-12)
+        np.testing.assert_allclose(found, u, atol=1e-3 * radius)
+
+
 def test_the_closest_point_by_a_general_optimiser() -> None:
     own, h = metric(4, 3, spread=0.5)
     y = np.array([2.0, -1.0, 1.5, 0.5])

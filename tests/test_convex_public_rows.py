@@ -8,9 +8,8 @@ from scipy import sparse
 from sklearn.linear_model import Ridge
 
 from dpspan.convex.losses import Logistic, Squared
-from dpspan.convex.oracles import PublicSide
+from dpspan.convex.oracles import PublicSide, public_start
 from dpspan.convex.public_rows import PublicRows, digest, refuse_overlap, without_public
-from dpspan.convex.public_start import public_start
 from dpspan.convex.rows import Rows
 
 FORMS = [np.asarray, sparse.csr_matrix, sparse.csr_array]

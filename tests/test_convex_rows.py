@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
-from convex_oracle import clipped_mean, gradients
+from convex_oracle import clipped_mean, dense, gradients
 from dpspan.convex.fitting import PrivateRecords
 from dpspan.convex.losses import Logistic, SmoothedHinge, Squared, one_hot
 from dpspan.convex.rows import Rows, norm_bounds
@@ -105,6 +106,34 @@ def test_what_is_not_finite_contributes_nothing(loss) -> None:
         rows=Rows(x[[0, 2]], intercept=False), targets=targets[[0, 2]], loss=loss, divisor=3
     ).unprivate_mean(theta, 1.0)
     np.testing.assert_array_equal(both, kept)
+
+
+@pytest.mark.parametrize("clip", [1.0, 1e-6, 1e-13, 1e-100])
+def test_a_clip_factor_too_small_to_be_exact_is_none(clip: float) -> None:
+    """Below 2^-1022 numbers have few digits: such a factor may be half too large."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        x, d = 10 ** rng.uniform(140, 154, (2, 1, 1))
+        rows = Rows(x, intercept=False)
+        weight = rows.clipped_weights(d, clip)
+        summed = Fraction(float(weight[0, 0])) * Fraction(float(x[0, 0]))
+        assert summed <= Fraction(clip)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [1.7e308, 1e200, math.inf, math.nan])
+def test_a_row_without_a_finite_length_counts_as_zero(form: str, bad: float) -> None:
+    """Not even its product with a weight of zero may be seen, which would be NaN."""
+    x = np.array([[1.0, 2.0], [bad, -bad], [3.0, -1.0]])
+    rows = Rows(FORMS[form](x), intercept=True)
+    kept = Rows(FORMS[form](x[[0, 2]]), intercept=True)
+    d, w = np.ones((3, 1)), np.array([[5.0, 7.0, 1.0]])
+    weights = rows.clipped_weights(d, 0.5)
+    np.testing.assert_array_equal(weights[1], 0)
+    np.testing.assert_array_equal(weights[[0, 2]], kept.clipped_weights(d[:2], 0.5))
+    np.testing.assert_array_equal(rows.combine(weights), kept.combine(weights[[0, 2]]))
+    assert np.isfinite(rows.margins(w)).all()
+    np.testing.assert_array_equal(dense(rows.x)[[0, 2]], x[[0, 2]])
 
 
 def test_no_records_at_all() -> None:

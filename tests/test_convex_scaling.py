@@ -23,6 +23,22 @@ def test_public_scaling_standardises_the_public_rows() -> None:
     np.testing.assert_allclose(prepared.std(0), 1)
 
 
+@pytest.mark.parametrize("form", [np.asarray, sparse.csr_matrix, sparse.csr_array])
+@pytest.mark.parametrize("deviation", [0.5, 519.0])
+def test_a_small_spread_around_a_large_mean_is_seen(form, deviation: float) -> None:
+    """A column of times: mean 1.7e9, and E[x²] − mean² would have no digit left."""
+    public = 1.7e9 + deviation * np.random.default_rng(0).standard_normal((500, 2))
+    public[:, 1] = 1.7e9 + 0.1  # constant, but not a number of few digits
+    scale = PublicScaling(center=False).prepare(form(public)).scale
+    np.testing.assert_allclose(scale, [public[:, 0].std(), 1.0], rtol=1e-6)
+
+
+def test_entries_in_pieces_count_once_for_the_spread() -> None:
+    pieces = sparse.csr_matrix(([2.0, 2.0, 1.0], [0, 0, 1], [0, 3, 3]), shape=(2, 2))
+    scale = PublicScaling(center=False).prepare(pieces).scale
+    np.testing.assert_allclose(scale, pieces.toarray().std(0))
+
+
 def test_what_public_rows_rarely_show_does_not_grow() -> None:
     public = np.zeros((100, 3))
     public[0, 0] = 1.0  # seen once
@@ -78,6 +94,8 @@ def test_rows_end_within_the_norm_and_do_not_depend_on_each_other() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"'standard'\. Scaling by the mean, range or norm"):
         scaling_of("standard")
+    with pytest.raises(ValueError, match=r"Expected scaling to be None, 'public' or"):
+        scaling_of("none")
     with pytest.raises(ValueError, match="needs some: pass public=X_pub to fit"):
         PublicScaling().prepare(None)
     with pytest.raises(ValueError, match="would fill a sparse matrix: give center=False"):

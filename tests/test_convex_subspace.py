@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from scipy import linalg, sparse
@@ -121,6 +123,30 @@ def test_a_given_basis_of_either_length() -> None:
     assert (each.size, joint.size) == (6, 2)
 
 
+def test_the_certificate_knows_a_given_basis_by_its_content() -> None:
+    basis = RNG(0).standard_normal((13, 2))
+    other = basis.copy()
+    other[3, 1] += 1e-12
+    described = [GivenBasis(basis=b).describe() for b in (basis, basis.tolist(), other)]
+    assert described[0] == described[1]
+    assert described[0]["digest"] != described[2]["digest"]
+    json.dumps(described)
+
+
+@pytest.mark.parametrize(("refresh", "steps"), [(1, 1), (1, 2), (3, 3), (3, 4)])
+def test_what_turns_says_so(refresh: int, steps: int) -> None:
+    side = public()
+    for oracle in (
+        Everything(),
+        PublicFeatures(rank=2),
+        PublicGradients(rank=2, refresh=refresh),
+        GivenBasis(basis=RNG(0).standard_normal((13, 2))),
+    ):
+        tracker = oracle.start(side)
+        seen = [tracker(RNG(step).standard_normal(13)) for step in range(steps)]
+        assert oracle.turns_within(steps) == any(subspace is not seen[0] for subspace in seen)
+
+
 def test_refusals() -> None:
     side = public()
     bare = PublicSide(outputs=1, width=13, loss=Logistic())
@@ -138,6 +164,8 @@ def test_refusals() -> None:
         ValueError, match=r"basis of shape \(13, k\) or \(13, k\).*got shape \(5, 2"
     ):
         GivenBasis(basis=np.ones((5, 2))).start(side)
+    with pytest.raises(ValueError, match="at least one column, got none"):
+        GivenBasis(basis=np.ones((13, 0))).start(side)
     with pytest.raises(ValueError, match="finite basis"):
         GivenBasis(basis=np.full((13, 2), np.nan)).start(side)
     with pytest.raises(ValueError, match="rank to be a whole number of at least 1, got 0"):

@@ -1,7 +1,5 @@
 """Private convex learning for tables: noisy AdaGrad, DP gradient descent, and estimators."""
 
-from dpspan.convex.adagrad import NoisyAdaGrad as NoisyAdaGrad
-from dpspan.convex.gradient_descent import GradientDescent as GradientDescent
 from dpspan.convex.linear_regression import PrivateLinearRegression as PrivateLinearRegression
 from dpspan.convex.linear_svc import PrivateLinearSVC as PrivateLinearSVC
 from dpspan.convex.logistic_regression import PrivateLogisticRegression as PrivateLogisticRegression
@@ -9,6 +7,8 @@ from dpspan.convex.losses import Huber as Huber
 from dpspan.convex.losses import Logistic as Logistic
 from dpspan.convex.losses import SmoothedHinge as SmoothedHinge
 from dpspan.convex.losses import Squared as Squared
+from dpspan.convex.methods import GradientDescent as GradientDescent
+from dpspan.convex.methods import NoisyAdaGrad as NoisyAdaGrad
 from dpspan.convex.oracles import Everything as Everything
 from dpspan.convex.oracles import GivenBasis as GivenBasis
 from dpspan.convex.oracles import PublicFeatures as PublicFeatures

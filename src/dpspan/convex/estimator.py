@@ -41,7 +41,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         start: str = "zero",
         records: int | None = None,
         fit_intercept: bool = True,
-        accountant: str = "pld",
+        accountant: str | None = None,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:

@@ -11,14 +11,14 @@ Every step uses every record, so nothing is sampled and nothing amplified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
 
+from dpspan.checks import expect
 from dpspan.convex.arrays import Array
 from dpspan.convex.losses import Loss
-from dpspan.convex.noise import GaussianNoise
 from dpspan.convex.oracles import PublicSide, SubspaceOracle, Tracker
 from dpspan.convex.rows import Rows
 from dpspan.convex.schedules import ClipSchedule
@@ -27,6 +27,27 @@ from dpspan.ledger import Ledger
 
 Watch = Callable[[Iterable[int]], Iterable[int]]
 """Goes over the steps as they come, to show progress."""
+_SMALLEST, _LARGEST = 1e-100, 1e100  # clips: their squares, which noise is made of, stay exact
+
+
+class GaussianNoise:
+    """Draws the noise of one fit: seeded from OS entropy, or by a seed, and then not private."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def normal(self, size: int, std: float) -> Array:
+        """N(0, std²·I)."""
+        return std * self._generator.standard_normal(size)
+
+    def goe(self, size: int, scale: float) -> Array:
+        """scale·GOE: symmetric, variance 1 off the diagonal and 2 on it.
+
+        Isotropic among symmetric matrices with the Frobenius norm, of standard deviation
+        √2·scale in every direction; VᵀGOE V is GOE again for an orthonormal V.
+        """
+        half = self._generator.standard_normal((size, size))
+        return np.asarray((half + half.T) * (scale / np.sqrt(2)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +82,7 @@ class Fit:
     ledger: Ledger
     noise: GaussianNoise
     start: Array
-    watch: Watch = field(default=lambda steps: steps)
+    watch: Watch | None = None
 
     def subspaces(self, oracle: SubspaceOracle) -> Tracker:
         """What the oracle says, as long as it says it by a subspace that never lengthens."""
@@ -78,10 +99,18 @@ class Fit:
 
         return checked
 
+    def clips(self, count: int) -> tuple[float, ...]:
+        """C_1, …, C_count, all of them checked before the first step."""
+        clips = tuple(float(self.clip.at(step)) for step in range(1, count + 1))
+        sound = all(_SMALLEST <= clip <= _LARGEST for clip in clips)
+        expect(sound, f"clips between {_SMALLEST:g} and {_LARGEST:g}", self.clip)
+        return clips
+
     def charge(self) -> None:
         """Enter one step into the ledger; nothing of it is computed before that."""
         self.ledger.charge(GaussianDpEvent(self.noise_multiplier))
 
     def steps(self, count: int) -> Iterable[int]:
         """1, 2, …, count."""
-        return self.watch(range(1, count + 1))
+        steps = range(1, count + 1)
+        return steps if self.watch is None else self.watch(steps)

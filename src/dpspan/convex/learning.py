@@ -15,13 +15,11 @@ from dpspan.accounting import Budget, calibrate_event
 from dpspan.certificate import ADD_OR_REMOVE, certificate
 from dpspan.checks import check_count, check_delta, check_number, expect
 from dpspan.convex.arrays import Array, Features
-from dpspan.convex.fitting import Fit, PrivateRecords
+from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.losses import Loss
 from dpspan.convex.methods import Method
-from dpspan.convex.noise import GaussianNoise
-from dpspan.convex.oracles import PublicSide
+from dpspan.convex.oracles import PublicSide, public_start
 from dpspan.convex.public_rows import digest, refuse_overlap
-from dpspan.convex.public_start import public_start
 from dpspan.convex.rows import Rows
 from dpspan.convex.scaling import Preparation, Scaling
 from dpspan.convex.schedules import ClipSchedule
@@ -46,7 +44,7 @@ class Settings:
     start: str
     records: int | None
     intercept: bool
-    accountant: str
+    accountant: str | None
     seed: int | None
     verbose: bool
 
@@ -113,13 +111,12 @@ def learn(
     open_x = None if public is None else public.x
     preparation = replace(settings.scaling.prepare(open_x), row_norm=settings.row_norm)
     rows = Rows(preparation.apply(private.x), intercept=settings.intercept)
+    open_rows = None if open_x is None else _public_rows(preparation.apply(open_x), settings)
     side = PublicSide(
         outputs=settings.outputs,
         width=rows.width,
         loss=settings.loss,
-        rows=None
-        if public is None
-        else Rows(preparation.apply(public.x), intercept=settings.intercept),
+        rows=open_rows,
         targets=None if public is None else public.targets,
     )
 
@@ -151,7 +148,7 @@ def learn(
             ledger=ledger,
             noise=GaussianNoise(settings.seed),
             start=STARTS[settings.start](side),
-            watch=_shown if settings.verbose else _unseen,
+            watch=_shown if settings.verbose else None,
         )
     )
     weights = theta.reshape(settings.outputs, rows.width)
@@ -172,9 +169,25 @@ def learn(
 
 def _opened(settings: Settings, ledger: Ledger | None) -> Ledger:
     if ledger is not None:
+        if settings.accountant not in (None, ledger.accountant):
+            raise ValueError(
+                f"Expected accountant {ledger.accountant!r}, as the ledger has it, got "
+                f"{settings.accountant!r}: leave it out where you give a ledger."
+            )
         return ledger
     budget = Budget(epsilon=settings.epsilon, delta=settings.delta)
-    return Ledger(accountant=settings.accountant, budget=budget)
+    return Ledger(accountant=settings.accountant or "pld", budget=budget)
+
+
+def _public_rows(x: Features, settings: Settings) -> Rows:
+    rows = Rows(x, intercept=settings.intercept)
+    endless = int((~np.isfinite(rows.norm_bounds)).sum())
+    if endless:
+        raise ValueError(
+            f"Expected public rows of finite length, as they are scaled, got {endless} without: "
+            "take them out of public, or bound the features by scaling=FeatureBounds(...)."
+        )
+    return rows
 
 
 @lru_cache(maxsize=256)  # a function of four numbers that takes half a second
@@ -185,7 +198,3 @@ def _calibrated(epsilon: float, delta: float, steps: int, accountant: str) -> fl
 
 def _shown(steps: Iterable[int]) -> Iterable[int]:
     return track(steps, description="private steps")
-
-
-def _unseen(steps: Iterable[int]) -> Iterable[int]:
-    return steps

@@ -28,7 +28,8 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
     `loss` is "squared", "huber" or an object such as `Huber(threshold=2.0)`. `target_bounds` (low,
     high), known in advance, cut the targets and put them between −1 and 1 for the fit, which
     then needs no other learning rate for other units. The other parameters are those of
-    `PrivateLogisticRegression`.
+    `PrivateLogisticRegression`, and so are the warnings: no scaler of private records before it in
+    a pipeline, and every fit spends ε again.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         start: str = "zero",
         records: int | None = None,
         fit_intercept: bool = True,
-        accountant: str = "pld",
+        accountant: str | None = None,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -73,7 +74,10 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         given = self._public_rows(public)
         public_targets = None
         if given is not None and given[0].y is not None:
-            public_targets = self._targets(np.asarray(given[0].y, dtype=float), middle, half)
+            numbers = np.asarray(given[0].y, dtype=float)
+            if not np.isfinite(numbers).all():
+                raise ValueError("Expected finite public targets, got NaN or infinity in them.")
+            public_targets = self._targets(numbers, middle, half)
         private = Table(x=x, targets=self._targets(y, middle, half))
         learned = self._learn(self._loss(), private, given, public_targets, ledger)
         self.coef_ = learned.weights[0] * half
@@ -99,5 +103,6 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         return (low + high) / 2, (high - low) / 2
 
     def _targets(self, y: Array, middle: float, half: float) -> Array:
-        targets = (np.asarray(y, dtype=float) - middle) / half
+        with np.errstate(over="ignore"):  # a warning would be about private records
+            targets = (np.asarray(y, dtype=float) - middle) / half
         return (targets if self.target_bounds is None else np.clip(targets, -1, 1))[:, None]

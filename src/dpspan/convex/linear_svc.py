@@ -19,7 +19,8 @@ class PrivateLinearSVC(PrivateLinearClassifier):
 
     `smoothing` rounds the hinge off over that width (0: the hinge itself). More than two classes
     are learned one against the rest, all in one vector under one clip. The other parameters are
-    those of `PrivateLogisticRegression`.
+    those of `PrivateLogisticRegression`, and so are the warnings: no scaler of private records
+    before it in a pipeline, and every fit spends ε again.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class PrivateLinearSVC(PrivateLinearClassifier):
         classes: ArrayLike | None = None,
         records: int | None = None,
         fit_intercept: bool = True,
-        accountant: str = "pld",
+        accountant: str | None = None,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:

@@ -24,7 +24,11 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     what was spent and how. `clip`, `scaling` and `row_norm` are public numbers, chosen without a
     look at the records. `records`, what sums are divided by, is by default the number of rows,
     which is then public, and so are the `classes`, by default those in `y`. A `random_state` fixes
-    the noise: for tests only, and the certificate says that the fit is not private.
+    the noise: for tests only, and the certificate says that the fit is not private. The
+    `accountant` is the ledger's if one is given to `fit`, else "pld" unless stated.
+
+    A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
+    take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
         classes: ArrayLike | None = None,
         records: int | None = None,
         fit_intercept: bool = True,
-        accountant: str = "pld",
+        accountant: str | None = None,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -63,7 +67,8 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     def fit(self, X: Any, y: Any, *, public: Any = None, ledger: Ledger | None = None) -> Self:
         """Fit to private records; `public` is X_pub, (X_pub, y_pub) or `PublicRows`.
 
-        A `ledger` shares a budget with other releases from the same records.
+        A `ledger` shares a budget with other releases from the same records, all in one process
+        (n_jobs=1): it cannot be copied into others.
         """
         return self._fit_classes(X, y, public, ledger, Logistic(), self.classes, low=0.0)
 

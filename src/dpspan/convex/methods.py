@@ -1,32 +1,86 @@
-"""The methods by name; docs/tables.md compares them."""
+"""DP gradient descent and noisy AdaGrad, and the methods by name; docs/tables.md compares them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
-from dpspan.convex.adagrad import NoisyAdaGrad
+import numpy as np
+
+from dpspan.checks import check_count, check_number, expect
 from dpspan.convex.arrays import Array
+from dpspan.convex.descent import Descent, descend
 from dpspan.convex.fitting import Fit
-from dpspan.convex.gradient_descent import GradientDescent
-from dpspan.convex.oracles import PublicFeatures
-from dpspan.convex.preconditioners import FromNoisyGradients, Released
+from dpspan.convex.oracles import Everything, PublicFeatures, SubspaceOracle
+from dpspan.convex.preconditioners import (
+    FromNoisyGradients,
+    Preconditioner,
+    Released,
+    ReleasedSecondMoment,
+)
 
 
-class Method(Protocol):
-    """A frozen dataclass of public configuration that minimises a loss privately."""
+def _check(method: Descent) -> None:
+    check_count("steps", method.steps)
+    rate, radius = method.learning_rate, method.radius
+    expect(check_number("learning_rate", rate) > 0, "learning_rate > 0", rate)
+    positive = radius is None or 0 < check_number("radius", radius) < float("inf")
+    expect(positive, "radius to be None, or > 0 and finite", radius)
+    expect(0 <= check_number("average", method.average) <= 1, "0 <= average <= 1", method.average)
 
-    @property
-    def steps(self) -> int:
-        """How many Gaussian mechanisms a fit is."""
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDescent:
+    """DP-GD; constrained with a `radius`, projected (the convex PDP-SGD) with a `subspace`."""
+
+    steps: int = 30
+    learning_rate: float = 3.0
+    radius: float | None = None
+    subspace: SubspaceOracle = field(default_factory=Everything)
+    average: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     def minimise(self, fit: Fit) -> Array:
-        """The parameters released by a fit; charges `steps` steps to its ledger."""
+        """The parameters released by a fit, (P,)."""
+        return descend(self, fit)
 
     def describe(self) -> dict[str, Any]:
-        """The configuration, for the certificate."""
+        """Name and configuration, for the certificate."""
+        return _described(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoisyAdaGrad:
+    """Noisy AdaGrad; `preconditioner` says where H_t comes from."""
+
+    steps: int = 30
+    learning_rate: float = 1.0
+    radius: float | None = None
+    subspace: SubspaceOracle = field(default_factory=Everything)
+    preconditioner: Preconditioner = field(default_factory=FromNoisyGradients)
+    average: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check(self)
+        # It sees gradients without noise, so it has to be one whose noise is accounted for.
+        known = isinstance(
+            self.preconditioner, Released | ReleasedSecondMoment | FromNoisyGradients
+        )
+        expect(known, "preconditioner to be one of dpspan.convex", self.preconditioner)
+
+    def minimise(self, fit: Fit) -> Array:
+        """The parameters released by a fit, (P,)."""
+        return descend(self, fit, self.preconditioner)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration, for the certificate."""
+        return _described(self)
+
+
+Method: TypeAlias = GradientDescent | NoisyAdaGrad
 METHODS: Mapping[str, Method] = {
     "gd": GradientDescent(),
     "constrained": GradientDescent(radius=5.0),
@@ -52,3 +106,14 @@ def method_of(given: str | Method) -> Method:
             f"NoisyAdaGrad(...), got {given!r}."
         )
     return METHODS[given]
+
+
+def _described(method: Method) -> dict[str, Any]:
+    values = {one.name: getattr(method, one.name) for one in fields(method)}
+    return {"name": type(method).__name__, **{name: _plain(v) for name, v in values.items()}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):  # a learning rate from np.logspace, say
+        return value.item()
+    return value.describe() if hasattr(value, "describe") else value

@@ -38,14 +38,17 @@ class Metric:
         if beyond > 0:
             # If all λ were the smallest, or the largest, this would be μ.
             low, high = float(values.min()) * beyond / 2, float(values.max()) * beyond * 2
-            mu = optimize.brentq(
-                lambda mu: float(np.linalg.norm(values / (values + mu) * inside)) - radius,
-                low,
-                high,
-                xtol=1e-15 * low,
-                rtol=1e-14,
-                maxiter=1000,
-            )
+
+            def excess(mu: float) -> float:
+                return float(np.linalg.norm(values / (values + mu) * inside)) - radius
+
+            # Next to the ball rounding may put an end of the bracket on the other side of the root.
+            if excess(low) <= 0:
+                mu = low
+            elif excess(high) >= 0:
+                mu = high
+            else:
+                mu = optimize.brentq(excess, low, high, xtol=1e-15 * low, rtol=1e-14, maxiter=1000)
             inside = values / (values + mu) * inside
             inside *= min(1.0, radius / float(np.linalg.norm(inside)))
         b = np.zeros_like(b)

@@ -5,7 +5,8 @@
     PublicGradients  top directions of the public rows' gradients at the present weights
     GivenBasis       columns that you give
 
-They see public rows and released weights, so what they return costs no privacy.
+and a start from labelled public rows. They see public rows and released weights, so what they
+return costs no privacy.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from scipy import linalg
+from scipy import linalg, optimize
 
 from dpspan.checks import check_count
-from dpspan.convex.arrays import Array
+from dpspan.convex.arrays import Array, Features
 from dpspan.convex.losses import Loss
+from dpspan.convex.public_rows import digest
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspace import Span, Subspace, Whole
 
 _NEGLIGIBLE = 1e-12  # share of the largest eigenvalue below which a direction is rounding
+_PENALTIES, _FOLDS = (1e-3, 1e-2, 1e-1, 1.0), 5  # of a start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,9 @@ class SubspaceOracle(Protocol):
     def start(self, public: PublicSide) -> Tracker:
         """The subspaces of one fit."""
 
+    def turns_within(self, steps: int) -> bool:
+        """Whether the subspace may change in that many steps."""
+
     def describe(self) -> dict[str, Any]:
         """The configuration, for the certificate."""
 
@@ -72,6 +78,9 @@ class Everything:
     def start(self, public: PublicSide) -> Tracker:
         whole = Whole(public.size)
         return lambda weights: whole
+
+    def turns_within(self, steps: int) -> bool:
+        return False
 
     def describe(self) -> dict[str, Any]:
         return {"name": "Everything"}
@@ -91,6 +100,9 @@ class PublicFeatures:
         basis = _top_directions(rows, np.ones((len(rows), 1)), self.rank)
         span = Span(basis, copies=public.outputs)
         return lambda weights: span
+
+    def turns_within(self, steps: int) -> bool:
+        return False
 
     def describe(self) -> dict[str, Any]:
         return {"name": "PublicFeatures", "rank": self.rank}
@@ -128,6 +140,9 @@ class PublicGradients:
 
         return track
 
+    def turns_within(self, steps: int) -> bool:
+        return steps > self.refresh
+
     def describe(self) -> dict[str, Any]:
         return {"name": "PublicGradients", "rank": self.rank, "refresh": self.refresh}
 
@@ -149,13 +164,21 @@ class GivenBasis:
                 f"Expected a basis of shape ({public.width}, k) or ({public.size}, k), one row a "
                 f"weight and the constant column last, got shape {basis.shape}."
             )
+        if basis.shape[1] == 0:
+            raise ValueError(
+                "Expected a basis of at least one column, got none: nothing would be learned."
+            )
         if not np.isfinite(basis).all():
             raise ValueError("Expected a finite basis, got NaN or infinity in it.")
         span = Span(basis, copies=lengths[len(basis)])
         return lambda weights: span
 
+    def turns_within(self, steps: int) -> bool:
+        return False
+
     def describe(self) -> dict[str, Any]:
-        return {"name": "GivenBasis", "shape": list(np.shape(self.basis))}
+        basis = np.asarray(self.basis, dtype=float)
+        return {"name": "GivenBasis", "shape": list(basis.shape), "digest": digest(basis, None)}
 
 
 def _top_directions(rows: Rows, derivatives: Array, rank: int) -> Array:
@@ -176,3 +199,50 @@ def _top_directions(rows: Rows, derivatives: Array, rank: int) -> Array:
     coefficients = (vectors / np.sqrt(np.where(kept, values, 1.0)))[:, kept][:, ::-1]
     columns = [rows.combine(derivatives * column[:, None]).ravel() for column in coefficients.T]
     return np.stack(columns, axis=1)
+
+
+def public_start(public: PublicSide) -> Array:
+    """Weights of the smallest loss on the public rows, under the ridge penalty they choose.
+
+    Of a fixed list, the penalty whose fits to four fifths of the rows do best on the rest.
+    """
+    rows = public.require_rows("start='public'")
+    if public.targets is None:
+        raise ValueError("start='public' needs labels: pass public=(X_pub, y_pub) to fit.")
+    fold = np.arange(len(rows)) % min(_FOLDS, max(len(rows), 2))
+    lost = [
+        sum(_held_out(public, rows, public.targets, penalty, fold == k) for k in np.unique(fold))
+        for penalty in _PENALTIES
+    ]
+    best = _PENALTIES[int(np.argmin(lost))]
+    return _minimum(public, rows.x, public.targets, best)
+
+
+def _held_out(
+    public: PublicSide,
+    rows: Rows,
+    targets: Array,
+    penalty: float,
+    held: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> float:
+    """Loss on the held-out rows of a fit to the others."""
+    if held.all():
+        return 0.0
+    weights = _minimum(public, rows.x[~held], targets[~held], penalty)
+    margins = Rows(rows.x[held], intercept=rows.intercept).margins(
+        weights.reshape(public.outputs, -1)
+    )
+    return float(public.loss.value(margins, targets[held]).sum())
+
+
+def _minimum(public: PublicSide, x: Features, targets: Array, penalty: float) -> Array:
+    rows, loss = Rows(x, intercept=public.require_rows("a fit").intercept), public.loss
+
+    def objective(theta: Array) -> tuple[float, Array]:
+        margins = rows.margins(theta.reshape(public.outputs, -1))
+        gradient = rows.combine(loss.derivative(margins, targets)).ravel() / len(rows)
+        value = float(loss.value(margins, targets).mean()) + penalty / 2 * float(theta @ theta)
+        return value, gradient + penalty * theta
+
+    found = optimize.minimize(objective, np.zeros(public.size), jac=True, method="L-BFGS-B")
+    return np.asarray(found.x)

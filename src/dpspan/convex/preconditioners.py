@@ -11,6 +11,13 @@ bound holds with a constant √2, by ‖|X| − |Y|‖_F ≤ √2‖X − Y‖_F
 matrix of mean gradients, each row of which moves by at most C_s/n. So z_B = √2·σ_B/Δ_t. For the
 second moment (Σ_s Σ_i g_i g_iᵀ)^{1/2} it is √(ΣC_s²), by Powers and Størmer. VᵀGOE V is GOE of k
 dimensions, so k × k numbers are drawn. A preconditioner of noisy gradients costs nothing.
+
+The history of mean gradients is kept in factored form, never p × p:
+
+    M = L Qᵀ   t × p, the gradients; Q has orthonormal columns (p × r, r ≤ min(t, p)), L is t × r
+    G_t = (MᵀM)^{1/2} = Q |L| Qᵀ, |L| = (LᵀL)^{1/2} by the singular values of L
+
+By way of Q and not of M Mᵀ, whose square root would keep only half of the digits.
 """
 
 from __future__ import annotations
@@ -24,13 +31,13 @@ import numpy as np
 from dpspan.checks import check_number, expect
 from dpspan.convex.arrays import Array
 from dpspan.convex.fitting import Fit
-from dpspan.convex.history import History
 from dpspan.convex.metric import Metric
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspace import Subspace, rotation
 
 LARGEST_MATRIX = 4000  # dimensions in which a full matrix is still built and decomposed
 COMFORTABLE_MATRIX = 1000  # and up to which nobody has to ask for it
+_DEPENDENT = 1e-14  # of a vector's length: what is left of it within rounding of the span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +66,8 @@ class Preconditioner(Protocol):
     def share(self) -> float:
         """The part of 1/z² that pays for H_t; the gradient has the rest."""
 
-    def begin(self, fit: Fit) -> PreconditionerState:
-        """The state at the start of a fit."""
+    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
+        """The state at the start of a fit, in a subspace that may turn; refuses what cannot be."""
 
     def describe(self) -> dict[str, Any]:
         """The configuration, for the certificate."""
@@ -80,7 +87,8 @@ class Released:
     def __post_init__(self) -> None:
         _check(self.share, self.floor)
 
-    def begin(self, fit: Fit) -> PreconditionerState:
+    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
+        _check_size(subspace)
         return _ReleasedState(self, fit)
 
     def describe(self) -> dict[str, Any]:
@@ -100,7 +108,8 @@ class ReleasedSecondMoment:
     def __post_init__(self) -> None:
         _check(self.share, self.floor)
 
-    def begin(self, fit: Fit) -> PreconditionerState:
+    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
+        _check_size(subspace)
         return _SecondMomentState(self, fit)
 
     def describe(self) -> dict[str, Any]:
@@ -113,7 +122,8 @@ class FromNoisyGradients:
 
     `debias` takes out what noise adds on average, Σσ_s² in every direction; eigenvalues of the
     sum are then raised to at least `floor` times that. `diagonal` keeps one number a coordinate,
-    instead of a full matrix; by default that is done from more than 1,000 dimensions on.
+    instead of a full matrix; by default that is done from more than 1,000 dimensions on, if they
+    are the same ones at every step.
     """
 
     diagonal: bool | None = None
@@ -128,13 +138,56 @@ class FromNoisyGradients:
         """Nothing."""
         return 0.0
 
-    def begin(self, fit: Fit) -> PreconditionerState:
-        if self.diagonal is None:
-            return _FittingState(self)
-        return _DiagonalState(self) if self.diagonal else _NoisyState(self)
+    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
+        if self.diagonal and turns:
+            raise ValueError(
+                "A diagonal preconditioner needs coordinates that stay, but the subspace changes "
+                "between steps: take diagonal=False, or PublicFeatures or a GivenBasis."
+            )
+        large = subspace.size > COMFORTABLE_MATRIX and not turns
+        if self.diagonal or (self.diagonal is None and large):
+            return _DiagonalState(self)
+        _check_size(subspace)
+        return _NoisyState(self)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "FromNoisyGradients", **asdict(self)}
+
+
+class History:
+    """Mean gradients, added one by one; private, unless the gradients are not."""
+
+    def __init__(self, size: int) -> None:
+        self._q = np.empty((size, 0))
+        self._rows: list[Array] = []
+
+    def add(self, gradient: Array) -> None:
+        """Gram–Schmidt, twice: once loses orthogonality where little is left.
+
+        At a scale of 1, whatever the gradient's: squares of small numbers underflow, and what a
+        wrong norm leaves in Q would lengthen every gradient to come.
+        """
+        scale = float(np.abs(gradient).max(initial=0.0))
+        coordinates = np.zeros(self._q.shape[1])
+        rest = unit = gradient / scale if scale > 0 else gradient
+        for _ in range(2):
+            along = self._q.T @ rest
+            coordinates, rest = coordinates + along, rest - self._q @ along
+        left = float(np.linalg.norm(rest))
+        if left > _DEPENDENT * float(np.linalg.norm(unit)) and self._q.shape[1] < len(rest):
+            self._q = np.column_stack([self._q, rest / left])
+            coordinates = np.append(coordinates, left)
+        self._rows.append(scale * coordinates)
+
+    def root_in(self, subspace: Subspace) -> Array:
+        """VᵀG V, (k, k)."""
+        lower = np.zeros((len(self._rows), self._q.shape[1]))
+        for place, row in zip(lower, self._rows, strict=True):
+            place[: len(row)] = row
+        _, singular, right = np.linalg.svd(lower, full_matrices=False)
+        # VᵀG V = Aᵀ diag(s) A with A = Rᵀ QᵀV
+        a = right @ subspace.embed(self._q).T
+        return np.asarray((a.T * singular) @ a)
 
 
 def _check(share: float, floor: float) -> None:
@@ -150,7 +203,6 @@ class _ReleasedState:
         self._squares = 0.0
 
     def update(self, step: Step) -> Metric:
-        _check_size(step.subspace)
         self._history.add(step.unprivate_mean)
         self._squares += step.clip**2
         delta = math.sqrt(2 * self._squares) / self._fit.records.divisor
@@ -169,7 +221,6 @@ class _SecondMomentState:
         self._squares = 0.0
 
     def update(self, step: Step) -> Metric:
-        _check_size(step.subspace)
         records = self._fit.records
         weights = records.weights(step.parameters, step.clip)
         moment = _second_moment(records.rows, weights, step.subspace)
@@ -186,13 +237,12 @@ class _NoisyState:
 
     def __init__(self, configuration: FromNoisyGradients) -> None:
         self._configuration = configuration
-        self._sum, self._bias = _CoordinateSum(), _CoordinateSum()
+        self._sums = _CoordinateSum()
 
     def update(self, step: Step) -> Metric:
-        _check_size(step.subspace)
         own = step.released_std**2 * np.eye(step.subspace.size)
-        total = self._sum.add(np.outer(step.released, step.released), step.subspace)
-        bias = self._bias.add(own, step.subspace)
+        both = np.stack([np.outer(step.released, step.released), own])
+        total, bias = self._sums.add(both, step.subspace)
         if self._configuration.debias:
             total = total - bias
         values, vectors = np.linalg.eigh(total)
@@ -201,43 +251,22 @@ class _NoisyState:
 
 
 class _DiagonalState:
-    """One sum of squares a coordinate; coordinates must mean the same at every step."""
+    """One sum of squares a coordinate, of coordinates that mean the same at every step."""
 
     def __init__(self, configuration: FromNoisyGradients) -> None:
         self._configuration = configuration
-        self._subspace: Subspace | None = None
         self._sum: Array | float = 0.0
         self._bias = 0.0
 
     def update(self, step: Step) -> Metric:
-        if self._subspace not in (None, step.subspace):
-            raise ValueError(
-                "A diagonal preconditioner needs coordinates that stay, but the subspace changes "
-                "between steps: take diagonal=False, or PublicFeatures or a GivenBasis."
-            )
-        self._subspace = step.subspace
         self._sum = self._sum + step.released**2
         self._bias += step.released_std**2
         total = self._sum - (self._bias if self._configuration.debias else 0.0)
         return Metric(np.sqrt(np.maximum(total, self._configuration.floor * self._bias)))
 
 
-class _FittingState:
-    """A full matrix or a diagonal, by the dimensions of the first step."""
-
-    def __init__(self, configuration: FromNoisyGradients) -> None:
-        self._configuration = configuration
-        self._chosen: _NoisyState | _DiagonalState | None = None
-
-    def update(self, step: Step) -> Metric:
-        if self._chosen is None:
-            large = step.subspace.size > COMFORTABLE_MATRIX
-            self._chosen = (_DiagonalState if large else _NoisyState)(self._configuration)
-        return self._chosen.update(step)
-
-
 class _CoordinateSum:
-    """A sum of k × k matrices that goes along when the subspace turns."""
+    """A sum of k × k matrices, or of stacks of them, that goes along when the subspace turns."""
 
     def __init__(self) -> None:
         self._subspace: Subspace | None = None

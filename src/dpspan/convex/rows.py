@@ -5,12 +5,12 @@
     Σ_i f_i D_i ⊗ x̄_i  the clipped sum, f_i = min(1, C/‖D_i ⊗ x̄_i‖): one product Dᵀdiag(f) X̄
 
 Formal guarantee: f_i uses a bound of the norm that rounding cannot undercut, so adding or removing
-a record moves the sum by at most C, up to the rounding of the summation itself.
+a record moves the sum by at most C, up to the rounding of the summation itself. A record whose
+length or gradient is not finite counts as zero everywhere, and so does one whose f_i is subnormal:
+it would have too few digits.
 """
 
 from __future__ import annotations
-
-from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +24,12 @@ class Rows:
     """The records of a table, dense or CSR, with or without a constant column."""
 
     def __init__(self, x: Features, *, intercept: bool) -> None:
-        self.x, self.intercept = x, intercept
+        bounds = norm_bounds(x, intercept=intercept)
+        finite = np.isfinite(bounds)
+        # A weight of zero is not enough: 0·Inf is NaN, and everybody would see that.
+        self.x = x if finite.all() else _emptied(x, ~finite)
+        self.intercept = intercept
+        self.norm_bounds: Array = np.where(finite, bounds, np.inf)  # at least ‖x̄_i‖, (n,)
 
     def __len__(self) -> int:
         return int(self.x.shape[0])
@@ -46,31 +51,34 @@ class Rows:
         sums = np.asarray((self.x.T @ weights).T if is_sparse(self.x) else weights.T @ self.x)
         return np.hstack([sums, weights.sum(0)[:, None]]) if self.intercept else sums
 
-    @cached_property
-    def norm_bounds(self) -> Array:
-        """At least ‖x̄_i‖, (n,)."""
-        with np.errstate(over="ignore"):
-            squares = (
-                self.x.multiply(self.x).sum(1)
-                if is_sparse(self.x)
-                else np.einsum("ij,ij->i", self.x, self.x)  # no copy of the table
-            )
-            total = np.asarray(squares).ravel() + (1.0 if self.intercept else 0.0)
-            return _rounded_up(total, self.width)
-
     def clipped_weights(self, derivatives: Array, clip: float) -> Array:
         """f_i D_i, (n, c); zero for a record whose gradient is not finite."""
         with np.errstate(all="ignore"):
             own = _rounded_up((derivatives**2).sum(1), derivatives.shape[1])
             norms = own * self.norm_bounds * (1 + 8 * _UNIT)
             factors = np.minimum(1.0, clip / norms)
-            usable = np.isfinite(norms) & np.isfinite(factors)
+            usable = np.isfinite(norms) & (factors >= _TINY)
             return np.where(usable[:, None], derivatives * factors[:, None], 0.0)
 
 
-def norm_bounds(x: Features) -> Array:
-    """At least the norm of each row, (n,)."""
-    return Rows(x, intercept=False).norm_bounds
+def norm_bounds(x: Features, *, intercept: bool = False) -> Array:
+    """At least the norm of each row, (n,), with or without a constant column."""
+    with np.errstate(all="ignore"):
+        squares = (
+            x.multiply(x).sum(1)
+            if is_sparse(x)
+            else np.einsum("ij,ij->i", x, x)  # no copy of the table
+        )
+        return _rounded_up(np.asarray(squares).ravel() + intercept, x.shape[1] + intercept)
+
+
+def _emptied(x: Features, where: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Features:
+    """The rows with zeros in place of some."""
+    if not is_sparse(x):
+        return np.where(where[:, None], 0.0, x)
+    x = x.copy()
+    x.data[np.repeat(where, np.diff(x.indptr))] = 0.0
+    return x
 
 
 def _rounded_up(squares: Array, terms: int) -> Array:

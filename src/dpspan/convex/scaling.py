@@ -5,11 +5,11 @@ Whatever is fitted here sees no private record, and is then applied to each reco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from sklearn.utils.sparsefuncs import mean_variance_axis
 
 from dpspan.checks import check_number, expect
 from dpspan.convex.arrays import Array, Features, is_sparse, scale_rows
@@ -27,22 +27,24 @@ class Preparation:
 
     def apply(self, x: Features) -> Features:
         """The records prepared, in the form they came in."""
+        with np.errstate(all="ignore"):  # warnings would be about private records
+            return self._applied(x)
+
+    def _applied(self, x: Features) -> Features:
         if is_sparse(x):
             if np.any(self.shift):
                 raise ValueError(
                     "Scaling with center=True would fill a sparse matrix: give center=False, or a "
                     "dense array."
                 )
-            x = x.copy()
-            x.sum_duplicates()
+            x = _merged(x)
             x.data = _cut(x.data / np.broadcast_to(self.scale, x.shape[1])[x.indices], self.limit)
         else:
             if np.any(self.shift) or np.any(np.not_equal(self.scale, 1.0)):  # else spare a copy
                 x = (x - self.shift) / self.scale
             x = _cut(x, self.limit)
         if self.row_norm is not None:
-            with np.errstate(divide="ignore"):
-                x = scale_rows(x, np.minimum(1.0, self.row_norm / norm_bounds(x)))
+            x = scale_rows(x, np.minimum(1.0, self.row_norm / norm_bounds(x)))
         return x
 
 
@@ -50,6 +52,14 @@ def _cut(values: Array, limit: float) -> Array:
     return values if limit == np.inf else np.clip(values, -limit, limit)
 
 
+def _merged(x: Features) -> Features:
+    """A copy of a CSR matrix, with one number an entry."""
+    x = x.copy()
+    x.sum_duplicates()
+    return x
+
+
+@runtime_checkable
 class Scaling(Protocol):
     """Public knowledge about the range of the features."""
 
@@ -115,31 +125,29 @@ class PublicScaling:
                 "Scaling by public rows needs some: pass public=X_pub to fit, or give "
                 "scaling=FeatureBounds(low=..., high=...)."
             )
-        mean = np.asarray(public.mean(0)).ravel()
-        squares = public.multiply(public) if is_sparse(public) else public**2
-        variance = np.asarray(squares.mean(0)).ravel() - mean**2
-        # Below rounding a variance is zero; its root would blow the column up.
-        known = variance > 1e-12 * np.maximum(mean**2, 1e-300)
-        scale = np.where(known, np.sqrt(np.where(known, variance, 1.0)), 1.0)
+        if is_sparse(public):
+            mean, variance = mean_variance_axis(_merged(public), axis=0)
+        else:
+            mean, variance = public.mean(0), public.var(0)
+        deviation = np.sqrt(variance)
+        # Below rounding a deviation is zero; to divide by it would blow the column up.
+        scale = np.where(deviation > 1e-12 * np.maximum(np.abs(mean), 1e-150), deviation, 1.0)
         return Preparation(shift=mean if self.center else 0.0, scale=scale, limit=self.limit)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "PublicScaling", "center": self.center, "limit": self.limit}
 
 
-SCALINGS: Mapping[str, Scaling] = {"none": NoScaling(), "public": PublicScaling()}
-
-
 def scaling_of(given: str | Scaling | None) -> Scaling:
-    """The scaling meant by a name, an object or None."""
+    """The scaling meant by None, "public" or an object."""
     if given is None:
         return NoScaling()
-    if not isinstance(given, str):
-        return given
-    if given not in SCALINGS:
+    if given == "public":
+        return PublicScaling()
+    if isinstance(given, type) or not isinstance(given, Scaling):
         raise ValueError(
             f"Expected scaling to be None, 'public' or FeatureBounds(low=..., high=...), got "
             f"{given!r}. Scaling by the mean, range or norm of private records would release them "
             "without noise."
         )
-    return SCALINGS[given]
+    return given

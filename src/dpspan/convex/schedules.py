@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
 
 from dpspan.checks import check_number, expect
 
 
+@runtime_checkable
 class ClipSchedule(Protocol):
     """What the clip is at step t = 1, 2, …; it knows nothing but t."""
 
@@ -31,7 +33,7 @@ class ConstantClip:
         return self.clip
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "ConstantClip", **asdict(self)}
+        return {"name": "ConstantClip", "clip": float(self.clip)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ class Envelope:
         return max(float(self.start * step**-self.decay), self.end)
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "Envelope", **asdict(self)}
+        numbers = {name: float(number) for name, number in asdict(self).items()}
+        return {"name": "Envelope", **numbers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class GivenClips:
         return self.clips[min(step, len(self.clips)) - 1]
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "GivenClips", "clips": list(self.clips)}
+        return {"name": "GivenClips", "clips": [float(clip) for clip in self.clips]}
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -81,10 +84,12 @@ def _check_positive(name: str, value: float) -> None:
 
 def schedule_of(given: float | ClipSchedule) -> ClipSchedule:
     """The schedule meant by a number or an object; one inferred from records is refused."""
-    if isinstance(given, str) or given is None:
+    if isinstance(given, Real):
+        return ConstantClip(clip=float(check_number("clip", given)))
+    if isinstance(given, type) or not isinstance(given, ClipSchedule):
         raise ValueError(
             f"Expected clip to be a number or a schedule of numbers, got {given!r}. A clip "
             "inferred from private records (their median norm, say) would release them without "
             "noise: choose it in advance, or on public data."
         )
-    return ConstantClip(clip=float(given)) if isinstance(given, int | float) else given
+    return given
