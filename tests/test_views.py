@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import dpspan
 from dpspan import DPSGD, RGP, Capture, CaptureError, PrivacyEngine, UnsupportedModule
+from dpspan.events import step_event
 from oracle import per_sample_matrix
 from problems import PROBLEMS, loss_per_sample, make
 
@@ -119,7 +119,7 @@ def test_other_methods_and_empty_batches() -> None:
 def test_epsilon_does_not_depend_on_views() -> None:
     x, y = records()
     plain = PrivacyEngine()
-    plain.ledger.charge(dpspan.events.step_event(1.0, 0.5), 2)
+    plain.ledger.charge(step_event(1.0, 0.5), 2)
     engine, _ = run(network(), x, y, noise_multiplier=1.0, sample_rate=0.5)
     assert engine.get_epsilon(1e-5) == plain.get_epsilon(1e-5)
 

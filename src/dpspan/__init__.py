@@ -1,53 +1,11 @@
-"""Differentially private PyTorch training that uses the low-dimensional span of gradients."""
+"""Differentially private PyTorch training that uses the low-dimensional span of gradients.
 
-from dpspan import convex as convex
-from dpspan.accounting import Budget as Budget
-from dpspan.accounting import calibrate as calibrate
-from dpspan.anchors import RandomSubspace as RandomSubspace
-from dpspan.capture import Capture as Capture
-from dpspan.certificate import write_certificate as write_certificate
-from dpspan.choose import Choice as Choice
-from dpspan.choose import choose_public as choose_public
-from dpspan.choose import gsd as gsd
-from dpspan.choose import rank_public as rank_public
-from dpspan.clipping import AutomaticClipping as AutomaticClipping
-from dpspan.clipping import FlatClipping as FlatClipping
-from dpspan.engine import PrivacyEngine as PrivacyEngine
-from dpspan.errors import BudgetExceeded as BudgetExceeded
-from dpspan.errors import CaptureError as CaptureError
-from dpspan.errors import DPSpanError as DPSpanError
-from dpspan.errors import UnsupportedModule as UnsupportedModule
-from dpspan.gradients import PerSampleGradients as PerSampleGradients
-from dpspan.ledger import Ledger as Ledger
-from dpspan.mechanisms import DPSGD as DPSGD
-from dpspan.mechanisms import GEP as GEP
-from dpspan.mechanisms import PDPSGD as PDPSGD
-from dpspan.mechanisms import RGP as RGP
-from dpspan.mechanisms import BiasedGEP as BiasedGEP
-from dpspan.mechanisms import ConstantMixing as ConstantMixing
-from dpspan.mechanisms import CosineMixing as CosineMixing
-from dpspan.mechanisms import MirrorDescent as MirrorDescent
-from dpspan.per_sample import per_sample_gradients as per_sample_gradients
-from dpspan.public import PublicData as PublicData
-from dpspan.public import without_public as without_public
-from dpspan.public_gradients import RandomLabels as RandomLabels
-from dpspan.public_gradients import RealLabels as RealLabels
-from dpspan.sampling import BatchMemoryManager as BatchMemoryManager
-from dpspan.sampling import PrivateLoader as PrivateLoader
-from dpspan.second_phase import SecondPhase as SecondPhase
-from dpspan.solvers import Eigh as Eigh
-from dpspan.solvers import Lanczos as Lanczos
-from dpspan.solvers import PowerIteration as PowerIteration
-from dpspan.span import by_stage as by_stage
-from dpspan.subspace import Subspace as Subspace
-from dpspan.trainable import BiasOnly as BiasOnly
-from dpspan.trainable import FirstAndLast as FirstAndLast
-from dpspan.trainable import LastLayers as LastLayers
-from dpspan.trainable import LoRA as LoRA
-from dpspan.trainable import Named as Named
-from dpspan.trainable import train_only as train_only
-from dpspan.transfer import WarmStart as WarmStart
-from dpspan.validation import fix as fix
-from dpspan.validation import validate as validate
+The public names are in `__init__.pyi`, and are imported when they are used: a command that needs
+no torch does not wait for it.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"

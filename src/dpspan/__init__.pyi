@@ -1,0 +1,53 @@
+"""The public names, one import a line; each module is imported when a name of it is used."""
+
+from . import convex as convex
+from .accounting import Budget as Budget
+from .accounting import calibrate as calibrate
+from .anchors import RandomSubspace as RandomSubspace
+from .capture import Capture as Capture
+from .certificate import write_certificate as write_certificate
+from .choose import Choice as Choice
+from .choose import choose_public as choose_public
+from .choose import gsd as gsd
+from .choose import rank_public as rank_public
+from .clipping import AutomaticClipping as AutomaticClipping
+from .clipping import FlatClipping as FlatClipping
+from .engine import PrivacyEngine as PrivacyEngine
+from .errors import BudgetExceeded as BudgetExceeded
+from .errors import CaptureError as CaptureError
+from .errors import DPSpanError as DPSpanError
+from .errors import UnsupportedModule as UnsupportedModule
+from .gradients import PerSampleGradients as PerSampleGradients
+from .ledger import Ledger as Ledger
+from .mechanisms import DPSGD as DPSGD
+from .mechanisms import GEP as GEP
+from .mechanisms import PDPSGD as PDPSGD
+from .mechanisms import RGP as RGP
+from .mechanisms import BiasedGEP as BiasedGEP
+from .mechanisms import ConstantMixing as ConstantMixing
+from .mechanisms import CosineMixing as CosineMixing
+from .mechanisms import MirrorDescent as MirrorDescent
+from .per_sample import per_sample_gradients as per_sample_gradients
+from .public import PublicData as PublicData
+from .public import without_public as without_public
+from .public_gradients import RandomLabels as RandomLabels
+from .public_gradients import RealLabels as RealLabels
+from .sampling import BatchMemoryManager as BatchMemoryManager
+from .sampling import PrivateLoader as PrivateLoader
+from .second_phase import SecondPhase as SecondPhase
+from .solvers import Eigh as Eigh
+from .solvers import Lanczos as Lanczos
+from .solvers import PowerIteration as PowerIteration
+from .span import by_stage as by_stage
+from .subspace import Subspace as Subspace
+from .trainable import BiasOnly as BiasOnly
+from .trainable import FirstAndLast as FirstAndLast
+from .trainable import LastLayers as LastLayers
+from .trainable import LoRA as LoRA
+from .trainable import Named as Named
+from .trainable import train_only as train_only
+from .transfer import WarmStart as WarmStart
+from .validation import fix as fix
+from .validation import validate as validate
+
+__version__: str
