@@ -14,7 +14,7 @@ setup: .venv/.ready
 	@touch $@
 
 demo: setup
-	$(BIN)/python -m dpspan.demo
+	$(BIN)/dpspan demo
 
 lint: setup
 	$(BIN)/ruff check .

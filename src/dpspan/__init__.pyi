@@ -3,6 +3,7 @@
 from . import convex as convex
 from .accounting import Budget as Budget
 from .accounting import calibrate as calibrate
+from .advice import advise as advise
 from .anchors import RandomSubspace as RandomSubspace
 from .capture import Capture as Capture
 from .certificate import write_certificate as write_certificate
@@ -12,6 +13,9 @@ from .choose import gsd as gsd
 from .choose import rank_public as rank_public
 from .clipping import AutomaticClipping as AutomaticClipping
 from .clipping import FlatClipping as FlatClipping
+from .comparison import Contender as Contender
+from .comparison import Task as Task
+from .comparison import compare as compare
 from .engine import PrivacyEngine as PrivacyEngine
 from .errors import BudgetExceeded as BudgetExceeded
 from .errors import CaptureError as CaptureError

@@ -1,62 +1,151 @@
-"""Checkpoint files: written whole or not at all, and refused with a sentence when damaged."""
+"""Checkpoint files: safetensors with the rest as JSON in the header, written whole or not at all.
+
+Loading one executes nothing. One file, not two, so that tensors and books never differ in age.
+"""
 
 from __future__ import annotations
 
-import io
+import contextlib
+import json
+import math
 import os
-import pickle
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
+from torch import Tensor
+
+_STATE = "dpspan.checkpoint.2"  # the key of the JSON state in the header, and its format
+_NOT_JSON = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def save_file(path: str | Path, content: dict[str, Any]) -> Path:
-    """Write through a temporary file beside the target, so an old checkpoint is never lost."""
-    path = Path(path)
-    _check_plain(content)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    except OSError as error:
-        raise OSError(f"Cannot write a checkpoint to {path}: {error}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(content, file)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Write numbers, text, tensors, lists, tuples and dicts; an old checkpoint is never lost."""
+    path, tensors = Path(path), _Tensors()
+    state = {name: tensors.encode(name, value) for name, value in content.items()}
+    header = {_STATE: json.dumps(state, allow_nan=False)}
+    with replacing(path, what="a checkpoint") as temporary:
+        safetensors.torch.save_file(tensors.stored, temporary, metadata=header)
     return path
 
 
-def _check_plain(content: dict[str, Any]) -> None:
-    """Refuse now what could not be loaded later: loading executes nothing, so no objects."""
-    for name, value in content.items():
-        if name in ("module", "optimizer"):
-            continue  # large, and plain by torch's own rules
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        try:
-            torch.load(buffer, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"Cannot save {name}: expected numbers, text, tensors, lists and dicts only."
-            ) from error
-
-
 def load_file(path: str | Path, keys: set[str]) -> dict[str, Any]:
-    """Read a checkpoint of plain data and tensors; nothing in it is executed."""
+    """What `save_file` wrote, on the CPU; ValueError if the file is damaged or another."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError) as error:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            state = json.loads((file.metadata() or {})[_STATE])
+            content = {name: _decode(value, file) for name, value in state.items()}
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a complete dpspan checkpoint (truncated, or another file): {error}"
         ) from error
-    if not isinstance(content, dict) or set(content) != keys:
+    if set(content) != keys:
         raise ValueError(f"{path} is not a dpspan checkpoint: expected the entries {sorted(keys)}.")
     return content
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, what: str) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place, and is on the disk, at the end.
+
+    After an error the old file is still there. A process that is killed may leave the temporary
+    file behind: `.NAME.….tmp`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            yield temporary
+            _sync(temporary)  # or a crash could leave an empty file under the new name
+            temporary.replace(path)
+            _sync(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"Cannot write {what} to {path}: {reason}. Choose a folder that can be written to, on "
+            "a disk with room."
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Tensors:
+    """Turns values into JSON, and takes the tensors among them out.
+
+    JSON has neither tuples nor keys that are numbers, and optimizers have both: so every container
+    is written with its kind.
+    """
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
+
+    def encode(self, path: str, value: Any) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, Tensor):
+            return {"tensor": self._store(path, value)}
+        if isinstance(value, Mapping):
+            items = [[self._key(path, k), self.encode(f"{path}.{k}", v)] for k, v in value.items()]
+            return {"dict": items}
+        if isinstance(value, list | tuple):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [self.encode(f"{path}.{i}", item) for i, item in enumerate(value)]}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"number": str(float(value))}
+        if isinstance(value, int | float):
+            return value
+        raise ValueError(
+            f"Cannot save {path}: expected numbers, text, tensors, lists and dicts only, got a "
+            f"{type(value).__name__}."
+        )
+
+    def _key(self, path: str, key: Any) -> str | int:
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise ValueError(f"Cannot save {path}: expected text or numbers as keys, got {key!r}.")
+        return key
+
+    def _store(self, path: str, value: Tensor) -> str:
+        if value.layout is not torch.strided:
+            raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
+        tensor = value.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in self._storages:  # tied weights, or views of one tensor
+            tensor = tensor.clone()
+        self._storages.add(storage)
+        name = f"{len(self.stored)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
+        self.stored[name] = tensor
+        return name
+
+
+def _decode(value: Any, file: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    return _DECODERS[kind](inner, file)
+
+
+_DECODERS: Mapping[str, Any] = {
+    "tensor": lambda name, file: file.get_tensor(name),
+    "dict": lambda items, file: {key: _decode(value, file) for key, value in items},
+    "list": lambda items, file: [_decode(item, file) for item in items],
+    "tuple": lambda items, file: tuple(_decode(item, file) for item in items),
+    "number": lambda text, _: _NOT_JSON[text],
+}

@@ -1,0 +1,17 @@
+"""The command line: `dpspan train config.yaml`, and `dpspan --help` for the rest."""
+
+from dpspan.cli import account as account
+from dpspan.cli import advise as advise
+from dpspan.cli import audit as audit
+from dpspan.cli import choose as choose
+from dpspan.cli import compare as compare
+from dpspan.cli import demo as demo
+from dpspan.cli import init as init
+from dpspan.cli import report as report
+from dpspan.cli import train as train
+from dpspan.cli.app import app as app
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,5 @@
+"""`python -m dpspan.cli`."""
+
+from dpspan.cli import main
+
+main()

@@ -1,0 +1,48 @@
+"""`dpspan audit`: attack the model of a run by membership inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpspan.cli.app import Json, app, out, print_json
+
+
+@app.command(name="audit")
+def audit_command(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    as_json: Json = False,
+) -> None:
+    """Can the members of RUN's training data be told by their loss? The answer is NOT private."""
+    from dpspan.audit import membership_inference
+    from dpspan.config import load_config
+    from dpspan.config.models import load_weights
+    from dpspan.run.folder import RunFolder
+    from dpspan.run.parts import make_parts
+
+    folder = RunFolder(run)
+    if not folder.model.exists():
+        raise FileNotFoundError(f"{run} holds no finished run: there is no {folder.model.name}.")
+    settings = load_config(folder.config)
+    parts = make_parts(settings)
+    if parts.test is None:
+        raise ValueError(
+            "The attack compares private records with others of the same kind: name such data "
+            f"under data.test of {folder.config}."
+        )
+    load_weights(parts.model, folder.model)
+    result = membership_inference(
+        parts.model, parts.private.tensors, parts.test.tensors, seed=settings.training.seed
+    )
+    if as_json:
+        print_json({"private": False, **result.describe()})
+        return
+    low, high = result.confidence
+    out().print(
+        f"NOT PRIVATE, for your eyes only: the attack tells {result.success_rate:.1%} right "
+        f"(95 % interval {low:.1%} to {high:.1%}; guessing gives 50 %), AUC {result.auc:.3f}. A "
+        "high rate proves a leak; a rate near 50 % proves nothing, as better attacks may succeed.",
+        soft_wrap=True,
+    )

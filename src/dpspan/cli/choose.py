@@ -1,0 +1,76 @@
+"""`dpspan choose`: public data by private records, with privacy or (--unprivate-rank) without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpspan.cli.app import Json, app, out, print_json, say
+
+if TYPE_CHECKING:
+    from dpspan.config import Config
+
+
+@app.command(name="choose")
+def choose_command(
+    config: Annotated[Path, typer.Argument(help="A configuration with data.public.")],
+    unprivate_rank: Annotated[
+        bool,
+        typer.Option("--unprivate-rank", help="Show a table instead. It is NOT private."),
+    ] = False,
+    rank: Annotated[int, typer.Option(help="Directions to compare in the table.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Choose among the public data of CONFIG, privately, as its `choose` section says.
+
+    The choice is kept in the output folder, and the run that trains there pays for it.
+    """
+    from dpspan.config import load_config
+    from dpspan.run.choice import chosen_public
+    from dpspan.run.folder import RunFolder
+    from dpspan.run.parts import make_parts
+    from dpspan.run.training import run_ledger
+
+    settings = load_config(config)
+    if unprivate_rank:
+        _rank(settings, rank, as_json)
+        return
+    if settings.choose is None:
+        raise ValueError(
+            f"{config} has no `choose` section. Add one, such as `choose: {{epsilon: 0.1}}`, or "
+            "look at a table by --unprivate-rank, which is not private."
+        )
+    folder = RunFolder(settings.output.folder)
+    with folder.locked():
+        ledger = run_ledger(settings, folder)
+        choice = chosen_public(settings, make_parts(settings), folder, ledger)
+    if as_json:
+        print_json(choice)
+        return
+    out().print(f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}")
+    say(f"{choice['note']} `dpspan train {config}` uses it, and pays for it.")
+
+
+def _rank(settings: Config, rank: int, as_json: bool) -> None:
+    from torch import nn
+
+    from dpspan.choose import rank_public
+    from dpspan.run.parts import make_parts
+
+    parts = make_parts(settings)
+    if not parts.public:
+        raise ValueError("There is nothing to rank: name datasets under data.public.")
+    ranking = rank_public(
+        parts.model,
+        nn.CrossEntropyLoss(),
+        parts.private.tensors,
+        parts.public,
+        rank=rank,
+        seed=settings.training.seed,
+    )
+    if as_json:
+        print_json(ranking.to_dict())
+    else:
+        out().print(ranking)

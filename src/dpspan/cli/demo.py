@@ -1,0 +1,25 @@
+"""`dpspan demo`: the tour on embedded data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpspan.cli.app import Json, app, err, out, print_json
+
+
+@app.command(name="demo")
+def demo_command(
+    to: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    jobs: Annotated[int | None, typer.Option(help="Runs at a time.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What public data is worth, on real digits, in a few minutes. Nothing is downloaded."""
+    from dpspan.demo import run as run_demo
+
+    comparison = run_demo(to, err() if as_json else out(), seeds=seeds, jobs=jobs)
+    if as_json:
+        print_json(comparison.to_dict())

@@ -1,0 +1,32 @@
+"""`dpspan report`: one HTML page about runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpspan.cli.app import Json, app, print_json, say
+
+
+@app.command(name="report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    to: Annotated[
+        Path | None, typer.Option("--out", help="The page; report.html in the first folder.")
+    ] = None,
+    include_unprivate: Annotated[
+        bool,
+        typer.Option("--include-unprivate", help="Show what is not private; never publish it."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a page about RUNS, to show to others."""
+    from dpspan.report import render
+
+    path = render(runs, to or runs[0] / "report.html", include_unprivate)
+    if as_json:
+        print_json({"report": str(path)})
+    else:
+        say(f"Wrote {path}.")

@@ -1,0 +1,288 @@
+"""`compare`: every contender with every seed, each run in a folder of its own.
+
+A folder appears when its run is over, whole or not at all: `certificate.json`, `metrics.jsonl`,
+`run.json` (settings), `model.safetensors`, and `diagnostics.jsonl` if the method noted something.
+Nothing of an interrupted run is written or shown, so nothing of it was released, and the next call
+runs it anew with fresh noise. A finished run is never repeated: that would be one more release.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from safetensors.torch import save_file
+
+from dpspan.certificate import certificate, write_certificate
+from dpspan.checks import check_count, expect
+from dpspan.comparison.results import Comparison, Result, Row
+from dpspan.comparison.task import Contender, Task, with_baselines
+from dpspan.comparison.training import Outcome, metric_name, train
+from dpspan.events import event_from_json
+from dpspan.ledger import Ledger
+
+Job = tuple[Contender, int]
+
+
+def compare(
+    task: Task,
+    contenders: Sequence[Contender],
+    *,
+    out: str | Path,
+    seeds: Sequence[int] = (0, 1, 2),
+    jobs: int = 1,
+    console: Console | None = None,
+) -> Comparison:
+    """Run what is missing in the folder `out`, and say what came out.
+
+    Public data only and a warm start before DP-SGD are added where there are public labels.
+
+    Args:
+        task: data, model, budget: the same for all.
+        contenders: DP-SGD must be one of them.
+        out: for `comparison.json`, `certificate.json` (all runs together), `metrics.jsonl` and a
+            folder per run.
+        seeds: of weights and public training; noise is always fresh.
+        jobs: runs at a time, in processes of their own with one thread each; the task must then be
+            picklable, its model a function of a module.
+        console: where the progress bar goes; none without one.
+    """
+    expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)
+    check_count("jobs", jobs)
+    everyone, out = with_baselines(task, contenders), Path(out)
+    _check_folders(everyone)
+    wanted = [(contender, seed) for contender in everyone for seed in seeds]
+    missing = [job for job in wanted if not _is_done(task, job, out)]
+    with _progress(console) as progress:
+        bar = progress.add_task(
+            "comparing", total=len(wanted), completed=len(wanted) - len(missing)
+        )
+
+        def keep(job: Job, outcome: Outcome) -> None:
+            _write(task, job, outcome, out)
+            progress.update(bar, advance=1, description=f"{job[0].name}, seed {job[1]}")
+
+        _run_all(task, missing, keep, min(jobs, max(1, len(missing))))
+    comparison = _collected(task, everyone, seeds, out)
+    (out / "comparison.json").write_text(comparison.to_json() + "\n", encoding="utf-8")
+    return comparison
+
+
+def folder_of(out: Path, name: str, seed: int) -> Path:
+    """Where a run is kept."""
+    return out / _slug(name) / f"seed-{seed}"
+
+
+# -- running ------------------------------------------------------------------------------------
+
+
+def _run_all(
+    task: Task, jobs: Sequence[Job], keep: Callable[[Job, Outcome], None], processes: int
+) -> None:
+    if processes == 1:
+        for job in jobs:
+            keep(job, train(task, *job))
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        waiting: dict[Future[Outcome], Job] = {pool.submit(train, task, *job): job for job in jobs}
+        try:
+            for done in as_completed(waiting):
+                keep(waiting[done], done.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True, wait=False)
+            raise
+
+
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, disable=console is None) as progress:
+        yield progress
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+
+def _settings(task: Task, job: Job) -> dict[str, Any]:
+    """What makes two runs the same, as it looks after a way through JSON; public things only."""
+    contender, seed = job
+    plain: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                **contender.describe(),
+                "seed": seed,
+                "epsilon": task.budget.epsilon,
+                "delta": task.budget.delta,
+                "epochs": task.epochs,
+                "batch_size": task.batch_size,
+                "metric": metric_name(task, "accuracy"),
+            }
+        )
+    )
+    return plain
+
+
+def _is_done(task: Task, job: Job, out: Path) -> bool:
+    path = folder_of(out, job[0].name, job[1]) / "run.json"
+    if not path.exists():
+        return False
+    there, here = json.loads(path.read_text(encoding="utf-8"))["settings"], _settings(task, job)
+    different = [key for key in here if there.get(key) != here[key]]
+    if different:
+        key = different[0]
+        raise ValueError(
+            f"{path.parent} holds a run with other settings ({key} is {there.get(key)!r} there, "
+            f"{here[key]!r} here). Choose another folder: what was released stays released."
+        )
+    return True
+
+
+def _write(task: Task, job: Job, outcome: Outcome, out: Path) -> None:
+    """The folder of a run, at once."""
+    contender, seed = job
+    folder = folder_of(out, contender.name, seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        run = {"settings": _settings(task, job), "diverged": outcome.diverged}
+        _dump(temporary / "run.json", run)
+        _dump_lines(temporary / "metrics.jsonl", outcome.metrics)
+        if outcome.diagnostics:
+            _dump_lines(temporary / "diagnostics.jsonl", outcome.diagnostics)
+        weights = {name: weight.contiguous() for name, weight in outcome.weights.items()}
+        save_file(weights, temporary / "model.safetensors")
+        write_certificate(temporary / "certificate.json", outcome.certificate)
+        temporary.chmod(0o755)  # mkdtemp's is for one user only
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _dump(path: Path, content: Any) -> None:
+    path.write_text(
+        json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+    )
+
+
+def _dump_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(x, ensure_ascii=False, allow_nan=False) + "\n" for x in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def _collected(
+    task: Task, contenders: Sequence[Contender], seeds: Sequence[int], out: Path
+) -> Comparison:
+    """All runs from their folders, and all that they released as one record."""
+    metric, together, rows, lines = metric_name(task, "accuracy"), Ledger(), [], []
+    paid_for: set[int] = set()
+    counted: set[Path] = set()
+    for contender in contenders:
+        results = []
+        for seed in seeds:
+            folder = folder_of(out, contender.name, seed)
+            metrics = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
+            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            spent = json.loads((folder / "certificate.json").read_text(encoding="utf-8"))
+            _add(together, spent, contender.paid, paid_for)
+            counted.add(folder)
+            lines += [{"run": contender.name, "seed": seed, **line} for line in metrics]
+            results.append(
+                Result(
+                    seed=seed,
+                    epsilon=float(spent["epsilon"]),
+                    value=metrics[-1][metric],
+                    seconds=metrics[-1]["seconds"],
+                    folder=str(folder.relative_to(out)),
+                    diverged=run["diverged"],
+                )
+            )
+        method = contender.method
+        rows.append(
+            Row(
+                name=contender.name,
+                private=method is not None,
+                warm=contender.warm_start is not None,
+                method=None if method is None else str(method.describe()["method"]),
+                learning_rate=contender.learning_rate,
+                results=tuple(results),
+            )
+        )
+    # Runs that an earlier call left here were released too, wanted now or not.
+    for path in sorted(out.glob("*/seed-*/certificate.json")):
+        if path.parent not in counted:
+            _add(together, json.loads(path.read_text(encoding="utf-8")), None, paid_for)
+    whole = certificate(
+        together,
+        delta=task.budget.delta,
+        training={"method": "a comparison", "runs": len(contenders) * len(seeds)},
+    )
+    write_certificate(out / "certificate.json", whole)
+    _dump_lines(out / "metrics.jsonl", lines)
+    return Comparison(
+        metric=metric,
+        epsilon=task.budget.epsilon,
+        delta=task.budget.delta,
+        epochs=task.epochs,
+        batch_size=task.batch_size,
+        rows=tuple(rows),
+        epsilon_together=float(whole["epsilon"]),
+    )
+
+
+def _add(
+    together: Ledger, spent: dict[str, Any], shared: Mapping[str, Any] | None, paid: set[int]
+) -> None:
+    """One run's releases; what contenders share, one and the same state, counts once."""
+    earlier = shared["events"] if shared is not None and id(shared) in paid else ()
+    for index, entry in enumerate(spent["events"]):
+        counted = earlier[index]["count"] if index < len(earlier) else 0
+        if entry["count"] > counted:
+            together.charge(event_from_json(entry["event"]), entry["count"] - counted)
+    if shared is not None:
+        paid.add(id(shared))
+    for record in spent["public"]:
+        together.declare_public(
+            record["name"], record["sha256"], record["count"], detail=record["detail"]
+        )
+    for warning in spent["warnings"]:
+        together.warn(warning)
+    for reason in spent["not_private_because"]:
+        together.invalidate(reason)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _check_folders(contenders: Sequence[Contender]) -> None:
+    """Two names that differ in punctuation only would share a folder."""
+    slugs = [_slug(contender.name) for contender in contenders]
+    repeated = [c.name for c, slug in zip(contenders, slugs, strict=True) if slugs.count(slug) > 1]
+    expect(not repeated and all(slugs), "names of contenders that differ in letters", repeated)

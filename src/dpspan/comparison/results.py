@@ -1,0 +1,186 @@
+"""What came out of a comparison: as dataclasses, JSON, a table and a picture."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+FORMAT = "dpspan.comparison.1"
+_UNPRIVATE = "measured on private test records without noise: NOT PRIVATE, for the operator's eyes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run: what it spent and what it reached."""
+
+    seed: int
+    epsilon: float
+    value: float
+    seconds: float
+    folder: str
+    diverged: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All runs of one contender."""
+
+    name: str
+    private: bool  # whether private records were used at all
+    warm: bool
+    method: str | None
+    learning_rate: float | None
+    results: tuple[Result, ...]
+
+    @property
+    def values(self) -> list[float]:
+        """What the runs reached."""
+        return [result.value for result in self.results]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.mean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """The sample standard deviation over the seeds; None for one."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def epsilon(self) -> float:
+        """The most that one of the runs spent."""
+        return max(result.epsilon for result in self.results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several contenders at the same budget.
+
+    `metric` is what was measured, `unprivate_…` on test records that are private;
+    `epsilon_together` is the price of publishing every run: each is a release of its own.
+    """
+
+    metric: str
+    epsilon: float
+    delta: float
+    epochs: int
+    batch_size: int
+    rows: tuple[Row, ...]
+    epsilon_together: float
+
+    @property
+    def unprivate(self) -> bool:
+        """Whether the values may not be published."""
+        return self.metric.startswith("unprivate_")
+
+    def row(self, name: str) -> Row:
+        """The row of that name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"Expected one of {[row.name for row in self.rows]}, got {name!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with means and deviations; values carry the metric's name."""
+        content = {"format": FORMAT, **asdict(self)}
+        for row, plain in zip(self.rows, content["rows"], strict=True):
+            for result in plain["results"]:
+                result[self.metric] = result.pop("value")
+            plain[f"{self.metric}_mean"] = row.mean
+            plain[f"{self.metric}_deviation"] = row.deviation
+        return content
+
+    def to_json(self) -> str:
+        """`to_dict()` as a text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Comparison:
+        """What `to_dict()` gave; ValueError if it is something else."""
+        if content.get("format") != FORMAT:
+            raise ValueError(
+                f"Expected a comparison of format {FORMAT!r}, got {content.get('format')!r}."
+            )
+        metric = content["metric"]
+        rows = []
+        for row in content["rows"]:
+            results = tuple(
+                Result(**{"value" if k == metric else k: v for k, v in result.items()})
+                for result in row["results"]
+            )
+            own = {k: v for k, v in row.items() if not k.startswith(metric)}
+            rows.append(Row(**{**own, "results": results}))
+        own = {k: v for k, v in content.items() if k not in ("format", "rows")}
+        return cls(**own, rows=tuple(rows))
+
+    def table(self) -> Table:
+        """For rich to print."""
+        runs = max(len(row.results) for row in self.rows)
+        together = f"publishing every run costs ε = {self.epsilon_together:.2f}"
+        price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
+        shown = Table(
+            title=f"{label(self.metric)}, {price}, {runs} runs each",
+            caption=_UNPRIVATE if self.unprivate else f"mean ± standard deviation; {together}",
+        )
+        shown.add_column("training")
+        for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr", "s a run"):
+            shown.add_column(heading, justify="right")
+        for row in self.rows:
+            values, failed = row.values, sum(r.diverged is not None for r in row.results)
+            shown.add_row(
+                row.name + (f" ({failed} diverged)" if failed else ""),
+                spread(row),
+                f"{min(values):.1%} … {max(values):.1%}",
+                f"{row.epsilon:.3f}" if row.private else "0",
+                "" if row.learning_rate is None else f"{row.learning_rate:g}",
+                f"{statistics.mean(r.seconds for r in row.results):.1f}",
+            )
+        return shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table()
+
+    def plot(self, path: str | Path) -> Path:
+        """Every run as a dot, the means as lines, as a picture."""
+        figure = Figure(figsize=(7, 1.2 + 0.35 * len(self.rows)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axis = figure.subplots()
+        draw(axis, self.rows)
+        axis.set_xlabel(f"{label(self.metric)} at ε = {self.epsilon:g}")
+        if self.unprivate:
+            figure.suptitle(_UNPRIVATE, fontsize=8, color="#d55e00")
+        figure.savefig(path, dpi=150)
+        return Path(path)
+
+
+def draw(axis: Any, rows: Sequence[Row]) -> None:
+    """The runs of each row on a line of its own."""
+    for index, row in enumerate(rows):
+        colour = "#d55e00" if row.warm and row.private else "#0072b2" if row.private else "#777777"
+        axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
+        axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
+    axis.set_yticks(range(len(rows)), [row.name for row in rows])
+    axis.invert_yaxis()
+    axis.grid(axis="x", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def spread(row: Row) -> str:
+    """Mean and deviation in per cent."""
+    alone = f"{100 * row.mean:.1f}"
+    return alone if row.deviation is None else f"{alone} ± {100 * row.deviation:.1f}"
+
+
+def label(metric: str) -> str:
+    """The metric in words."""
+    return metric.removeprefix("unprivate_").replace("_", " ").capitalize()

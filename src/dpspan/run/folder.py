@@ -1,0 +1,123 @@
+"""The folder of a run: its files, and the order in which they may be written.
+
+What is *released* is what has left the process: a checkpoint, a line of metrics, a model, be it a
+file half written by a process that was killed. Steps that only ever were in the memory of a
+process that died were seen by nobody, and cost nothing.
+
+The rule that follows: `ledger.json` is on the disk first. It names at least the steps behind
+everything else in the folder, at every moment. A run that goes on starts from the checkpoint's
+weights and from the ledger's record. Where the record is longer, the process died on the way from
+the one to the other, somebody may have seen what it was writing, and those steps stay charged.
+Noise and batches are drawn afresh by every process (their generators are never saved), so a step
+that is taken again is another release, and is charged as one.
+
+Two copies of a folder that both go on are two runs: add their ε.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from filelock import FileLock, Timeout
+from torch import nn
+
+from dpspan.checkpoint import replacing
+from dpspan.strict_json import plain
+
+
+class RunFolder:
+    """Names and writes the files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.ledger = self.path / "ledger.json"
+        self.choice = self.path / "choice.json"
+        self.checkpoint = self.path / "checkpoint.safetensors"
+        self.metrics = self.path / "metrics.jsonl"
+        self.diagnostics = self.path / "diagnostics.jsonl"
+        self.certificate = self.path / "certificate.json"
+        self.model = self.path / "model.safetensors"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time: two would each leave out the other's steps.
+
+        The lock ends with the process, however that ends.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / ".lock")
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RuntimeError(
+                f"Another process is training in {self.path}. Wait for it, or choose another "
+                "folder."
+            ) from error
+        except OSError as error:
+            raise OSError(
+                f"Cannot write to the folder {self.path}: {error.strerror or error}. Choose "
+                "another output folder."
+            ) from error
+        with lock:
+            for left_behind in self.path.glob(".*.tmp"):
+                left_behind.unlink()
+            yield
+
+    def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Whole or not at all, and on the disk when this returns."""
+        self.write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Likewise."""
+        with replacing(path, what=f"the file {path.name}") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    def write_model(self, model: nn.Module) -> None:
+        """The weights, for any program that reads safetensors."""
+        with replacing(self.model, what="the model") as temporary:
+            safetensors.torch.save_model(model, str(temporary))
+
+    def append(self, path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines of JSON."""
+        if not lines:
+            return
+        text = "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(f"Cannot write to {path}: {error.strerror or error}.") from error
+
+    def keep_until(self, path: Path, step: int) -> None:
+        """Take off lines of later steps, and a last one that was not finished."""
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        self.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+
+
+def read_json(path: Path) -> Any:
+    """The document in a file; ValueError if it holds none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}. Restore it from a copy.") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of JSON in a file, without a last one that was not finished."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    read = []
+    for line in lines:
+        try:
+            read.append(json.loads(line))
+        except ValueError:
+            break
+    return read

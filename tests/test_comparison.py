@@ -1,0 +1,435 @@
+"""Comparisons: honest baselines, equal budgets, resumable, and sums that count every release."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart
+from dpspan.accounting import account
+from dpspan.comparison import (
+    Comparison,
+    Contender,
+    Result,
+    Row,
+    Task,
+    compare,
+    training,
+    verdicts,
+    with_baselines,
+)
+from dpspan.comparison.compare import folder_of
+from dpspan.comparison.verdicts import difference
+from dpspan.events import event_from_json, pure_event
+
+COMPARE = sys.modules[folder_of.__module__]  # the package shows the function of that name
+BUDGET = Budget(epsilon=5.0, delta=1e-5)
+
+
+def blobs(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 2
+    return torch.randn(count, 4, generator=draw) + 3.0 * labels[:, None], labels
+
+
+def network() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def deep_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def task_of(**changes: Any) -> Task:
+    settings: dict[str, Any] = {
+        "model": network,
+        "private": TensorDataset(*blobs(200, 0)),
+        "test": TensorDataset(*blobs(60, 1)),
+        "batch_size": 50,
+        "epochs": 2,
+        "budget": BUDGET,
+        "public": blobs(20, 2),
+    }
+    settings.update(changes)
+    if settings["public"] is not None and "warm_start" not in settings:
+        settings["warm_start"] = WarmStart(data=settings["public"], max_epochs=3)
+    return Task(**settings)
+
+
+PLAIN = Contender(name="DP-SGD", method=DPSGD(clip=1.0), learning_rate=0.5)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
+    out = tmp_path_factory.mktemp("compared")
+    return out, compare(task_of(), [PLAIN], out=out, seeds=(0, 1))
+
+
+class TestBaselines:
+    def test_public_labels_bring_public_only_and_a_warm_start(self) -> None:
+        task = task_of(warm_start=None)
+        assert [c.name for c in with_baselines(task, [PLAIN])] == [
+            "public only",
+            "warm start + DP-SGD",
+            "DP-SGD",
+        ]
+
+    def test_what_is_there_is_not_added_twice(self) -> None:
+        task = task_of()
+        start = task.start
+        mine = [
+            Contender(name="free", warm_start=start),
+            PLAIN,
+            Contender(name="warm", method=DPSGD(), learning_rate=1.0, warm_start=start),
+        ]
+        assert [c.name for c in with_baselines(task, mine)] == ["free", "DP-SGD", "warm"]
+
+    @pytest.mark.parametrize("public", [None, blobs(20, 2)[0]])
+    def test_without_public_labels_nothing_is_added(self, public: Any) -> None:
+        task = task_of(public=public, warm_start=None)
+        assert with_baselines(task, [PLAIN]) == (PLAIN,)
+
+    def test_dp_sgd_must_take_part(self) -> None:
+        gep = Contender(
+            name="GEP", method=GEP(public=blobs(20, 2)[0], rank=2, clip=1.0), learning_rate=1.0
+        )
+        with pytest.raises(ValueError, match="Expected DP-SGD among the contenders"):
+            with_baselines(task_of(), [gep])
+
+    def test_names_must_differ(self) -> None:
+        with pytest.raises(ValueError, match="a name of its own, got \\['DP-SGD'\\]"):
+            with_baselines(task_of(), [PLAIN, PLAIN])
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"method": DPSGD()}, "Expected a learning_rate for 'x'"),
+            ({}, "Expected a method or a warm_start for 'x'"),
+            ({"method": DPSGD(), "learning_rate": -1.0}, "Expected learning_rate > 0, got -1.0"),
+            ({"method": DPSGD(), "learning_rate": 1.0, "momentum": 1.0}, "momentum < 1, got 1.0"),
+        ],
+    )
+    def test_contenders_are_checked(self, wrong: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Contender(name="x", **wrong)
+
+
+class TestRuns:
+    def test_every_run_leaves_its_folder(self, compared: tuple[Path, Comparison]) -> None:
+        tmp_path, comparison = compared
+        assert [row.name for row in comparison.rows] == [
+            "public only",
+            "warm start + DP-SGD",
+            "DP-SGD",
+        ]
+        for row in comparison.rows:
+            for result in row.results:
+                folder = tmp_path / result.folder
+                assert {path.name for path in folder.iterdir()} == {
+                    "run.json",
+                    "metrics.jsonl",
+                    "certificate.json",
+                    "model.safetensors",
+                }
+                certificate = read(folder / "certificate.json")
+                lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+                assert certificate["private"] is True
+                assert certificate["epsilon"] == result.epsilon == lines[-1]["epsilon"]
+                assert lines[-1]["test_accuracy"] == result.value
+                if row.private:
+                    assert BUDGET.epsilon - 1e-3 <= result.epsilon <= BUDGET.epsilon
+                else:
+                    assert result.epsilon == 0
+                    assert certificate["events"] == []
+                    assert certificate["public"][0]["count"] == 20
+        assert not list(tmp_path.rglob(".*"))
+        again = Comparison.from_dict(read(tmp_path / "comparison.json"))
+        assert again == comparison
+
+    def test_seeds_give_other_weights_and_noise_is_never_seeded(self, tmp_path: Path) -> None:
+        task = task_of(public=None)
+        first = compare(task, [PLAIN], out=tmp_path / "a", seeds=(0,))
+        second = compare(task, [PLAIN], out=tmp_path / "b", seeds=(0,))
+        weights = [
+            (tmp_path / n / first.rows[0].results[0].folder / "model.safetensors").read_bytes()
+            for n in ("a", "b")
+        ]
+        assert weights[0] != weights[1]
+        assert second.rows[0].epsilon == first.rows[0].epsilon
+
+    def test_what_is_finished_is_not_released_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task, done = task_of(), []
+
+        def interrupted(*job: Any) -> Any:
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            done.append(job[1].name)
+            return training.train(*job)
+
+        monkeypatch.setattr(COMPARE, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert done == ["public only", "warm start + DP-SGD"]
+        assert not (tmp_path / "comparison.json").exists()
+        kept = folder_of(tmp_path, "warm start + DP-SGD", 0) / "model.safetensors"
+        before, done[:] = kept.read_bytes(), []
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert done == ["DP-SGD"]
+        assert kept.read_bytes() == before
+
+    def test_a_run_that_cannot_be_written_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(COMPARE, "save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
+        assert list((tmp_path / "dp-sgd").iterdir()) == []
+
+    def test_other_settings_in_the_same_folder_are_refused(self, tmp_path: Path) -> None:
+        task = task_of(public=None)
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        faster = Contender(name="DP-SGD", method=DPSGD(clip=1.0), learning_rate=0.7)
+        with pytest.raises(ValueError, match=r"learning_rate is 0.5 there, 0.7 here"):
+            compare(task, [faster], out=tmp_path, seeds=(0,))
+
+    def test_names_that_share_a_folder_are_refused(self, tmp_path: Path) -> None:
+        twin = Contender(name="DP SGD", method=DPSGD(clip=2.0), learning_rate=0.5)
+        with pytest.raises(ValueError, match="differ in letters"):
+            compare(task_of(), [PLAIN, twin], out=tmp_path)
+
+    def test_seeds_are_checked(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="at least 1 seed, none of them twice"):
+            compare(task_of(), [PLAIN], out=tmp_path, seeds=(1, 1))
+
+    def test_a_diverged_run_is_a_result(self, tmp_path: Path) -> None:
+        method = GEP(public=blobs(20, 2)[0], rank=2, clip=1.0)
+        wild = Contender(name="GEP", method=method, learning_rate=1e30)
+        task = task_of(public=None, model=deep_network)
+        comparison = compare(task, [PLAIN, wild], out=tmp_path, seeds=(0,))
+        (result,) = comparison.row("GEP").results
+        assert result.diverged == "the weights grew without bound: lower the learning rate"
+        assert "GEP (1 diverged)" in _printed(comparison)
+
+    def test_errors_of_private_records_are_not_taken_for_divergence(self, tmp_path: Path) -> None:
+        class Broken(Dataset[Any]):
+            def __len__(self) -> int:
+                return 200
+
+            def __getitem__(self, index: int) -> Any:
+                raise ValueError("record 17 is broken")
+
+        with pytest.raises(ValueError, match="record 17 is broken"):
+            compare(task_of(public=None, private=Broken()), [PLAIN], out=tmp_path, seeds=(0,))
+        assert not list(tmp_path.rglob("*.json"))
+
+    def test_only_classifiers(self, tmp_path: Path) -> None:
+        x, _ = blobs(60, 1)
+        task = task_of(public=None, test=TensorDataset(x, x[:, :1]))
+        with pytest.raises(ValueError, match="Expected a classifier"):
+            compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+
+    def test_private_test_records_are_named_so(self, tmp_path: Path) -> None:
+        comparison = compare(task_of(test_is_public=False), [PLAIN], out=tmp_path, seeds=(0,))
+        assert comparison.unprivate
+        for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")]:
+            assert '"test_accuracy' not in path.read_text()
+            assert '"value"' not in path.read_text()
+        assert "NOT PRIVATE" in _printed(comparison)
+        certificate = read(folder_of(tmp_path, "DP-SGD", 0) / "certificate.json")
+        assert any(warning.startswith("unprivate:") for warning in certificate["warnings"])
+
+    @pytest.mark.slow
+    def test_in_processes(self, tmp_path: Path) -> None:
+        comparison = compare(task_of(), [PLAIN], out=tmp_path, seeds=(0, 1), jobs=2)
+        assert all(len(row.results) == 2 for row in comparison.rows)
+
+
+class TestPrice:
+    def test_together_counts_every_run(self, compared: tuple[Path, Comparison]) -> None:
+        tmp_path, comparison = compared
+        events = [
+            (event_from_json(entry["event"]), entry["count"])
+            for row in comparison.rows
+            for result in row.results
+            for entry in read(tmp_path / result.folder / "certificate.json")["events"]
+        ]
+        expected = account(events, BUDGET.delta, "pld").epsilon
+        assert comparison.epsilon_together == pytest.approx(expected, rel=1e-6)
+        assert comparison.epsilon_together > BUDGET.epsilon
+        whole = read(tmp_path / "certificate.json")
+        assert whole["epsilon"] == comparison.epsilon_together
+        assert whole["steps"] == sum(count for _, count in events)
+
+    @pytest.mark.parametrize(("shared", "choices"), [(True, 1), (False, 2)])
+    def test_a_shared_choice_counts_once_and_equal_ones_twice(
+        self, tmp_path: Path, shared: bool, choices: int
+    ) -> None:
+        def state() -> dict[str, Any]:
+            ledger = Ledger()
+            ledger.charge(pure_event(0.1))
+            return ledger.state_dict()
+
+        one = state()
+        contenders = [
+            Contender(name=n, method=DPSGD(clip=1.0), learning_rate=0.5, paid=p)
+            for n, p in (("a", one), ("b", one if shared else state()))
+        ]
+        comparison = compare(task_of(public=None), contenders, out=tmp_path, seeds=(0,))
+        for row in comparison.rows:  # each run pays for the choice within its own budget
+            spent = read(tmp_path / row.results[0].folder / "certificate.json")
+            assert spent["events"][0]["event"]["kind"] == "DiscreteLaplaceDpEvent"
+            assert spent["epsilon"] <= BUDGET.epsilon
+        whole = read(tmp_path / "certificate.json")
+        kinds = [e for e in whole["events"] if e["event"]["kind"] == "DiscreteLaplaceDpEvent"]
+        assert sum(entry["count"] for entry in kinds) == choices
+
+    def test_steps_that_equal_what_was_paid_are_still_counted(
+        self, compared: tuple[Path, Comparison]
+    ) -> None:
+        # The earlier release and the steps are one merged event: only the shared part is left out.
+        spent = read(folder_of(compared[0], "DP-SGD", 0) / "certificate.json")
+        ledger = Ledger()
+        (entry,) = spent["events"]
+        ledger.charge(event_from_json(entry["event"]), 3)
+        state, together = ledger.state_dict(), Ledger()
+        longer = {**spent, "events": [{**entry, "count": 8}]}
+        COMPARE._add(together, longer, state, {id(state)})
+        assert together.steps == 5
+
+    def test_runs_of_an_earlier_call_still_count(self, tmp_path: Path) -> None:
+        task = task_of(public=None)
+        more = compare(task, [PLAIN], out=tmp_path, seeds=(0, 1))
+        fewer = compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert [len(c.rows[0].results) for c in (more, fewer)] == [2, 1]
+        assert fewer.epsilon_together == more.epsilon_together
+
+    def test_another_choice_is_another_release(self, tmp_path: Path) -> None:
+        def contender() -> Contender:
+            ledger = Ledger()
+            ledger.charge(pure_event(0.1))
+            return Contender(name="a", method=DPSGD(), learning_rate=0.5, paid=ledger.state_dict())
+
+        task = task_of(public=None)
+        compare(task, [contender()], out=tmp_path, seeds=(0,))
+        with pytest.raises(ValueError, match="a run with other settings \\(paid is"):
+            compare(task, [contender()], out=tmp_path, seeds=(0,))
+
+    def test_other_public_data_is_another_setting(self) -> None:
+        first, second = (
+            Contender(
+                name="GEP", method=GEP(public=blobs(20, s)[0], rank=2, clip=1.0), learning_rate=1.0
+            )
+            for s in (2, 3)
+        )
+        assert first.describe() != second.describe()
+        assert first.describe() == first.describe()
+
+
+def _row(name: str, values: list[float], **changes: Any) -> Row:
+    settings: dict[str, Any] = {"private": True, "warm": False, "method": "DPSGD"} | changes
+    results = tuple(
+        Result(seed=i, epsilon=1.0 if settings["private"] else 0.0, value=v, seconds=1.0, folder="")
+        for i, v in enumerate(values)
+    )
+    return Row(name=name, learning_rate=1.0, results=results, **settings)
+
+
+def _comparison(*rows: Row) -> Comparison:
+    return Comparison(
+        metric="test_accuracy",
+        epsilon=1.0,
+        delta=1e-5,
+        epochs=2,
+        batch_size=10,
+        rows=rows,
+        epsilon_together=3.0,
+    )
+
+
+def _printed(comparison: Comparison) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(comparison)
+    return console.export_text()
+
+
+class TestVerdicts:
+    LOW, HIGH = [0.60, 0.61, 0.62], [0.90, 0.91, 0.92]
+
+    @pytest.mark.parametrize(
+        ("private", "public", "said"),
+        [
+            (HIGH, LOW, "Private training is worth its ε here. “DP-SGD” beats “public only” by 30"),
+            (LOW, HIGH, "not shown to be worth its ε here. “DP-SGD” is behind “public only” by 30"),
+            (LOW, [0.55, 0.60, 0.66], "not shown to be worth its ε"),
+        ],
+    )
+    def test_whoever_wins(self, private: list[float], public: list[float], said: str) -> None:
+        rows = _row("public only", public, private=False, method=None), _row("DP-SGD", private)
+        assert said in verdicts(_comparison(*rows))[0]
+
+    def test_the_best_of_many_must_be_further_ahead(self) -> None:
+        first, second = _row("a", [0.90, 0.92, 0.94]), _row("b", [0.85, 0.87, 0.89])
+        assert difference(first, second).certain
+        assert not difference(first, second, picked_from=10).certain
+
+    def test_one_seed_tells_nothing(self) -> None:
+        assert not difference(_row("a", [0.9]), _row("b", [0.1])).certain
+
+    def test_seeds_that_agree(self) -> None:
+        assert difference(_row("a", [0.9, 0.9]), _row("b", [0.1, 0.1])).certain
+        assert not difference(_row("a", [0.9, 0.9]), _row("b", [0.9, 0.9])).certain
+
+    def test_methods_are_compared_from_the_same_start(self) -> None:
+        said = verdicts(
+            _comparison(
+                _row("DP-SGD", self.LOW),
+                _row("GEP", self.HIGH, method="GEP"),
+                _row("warm start + DP-SGD", self.HIGH, warm=True),
+                _row("warm start + GEP", self.LOW, warm=True, method="GEP"),
+            )
+        )
+        assert "From scratch, the best other method against DP-SGD: “GEP” beats “DP-SGD”" in said[0]
+        assert "“warm start + GEP” is behind “warm start + DP-SGD” by 30.0 points" in said[1]
+        assert "“warm start + DP-SGD” beats “DP-SGD” by 30.0 points" in said[2]
+
+
+class TestResults:
+    def test_mean_and_deviation(self) -> None:
+        row = _row("a", [0.5, 0.6, 0.7])
+        assert row.mean == pytest.approx(0.6)
+        assert row.deviation == pytest.approx(0.1)
+        assert _row("a", [0.5]).deviation is None
+
+    def test_table_and_picture(self, tmp_path: Path) -> None:
+        comparison = _comparison(_row("DP-SGD", [0.5, 0.6, 0.7]))
+        text = _printed(comparison)
+        assert "60.0 ± 10.0" in text
+        assert "50.0% … 70.0%" in text
+        assert "publishing every run costs ε = 3.00" in text
+        assert comparison.plot(tmp_path / "plot.png").stat().st_size > 5000
+
+    def test_unknown_row(self) -> None:
+        with pytest.raises(KeyError, match=r"Expected one of \['DP-SGD'\], got 'GEP'"):
+            _comparison(_row("DP-SGD", [0.5])).row("GEP")
+
+    def test_other_documents_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="Expected a comparison of format"):
+            Comparison.from_dict({"format": "something"})
