@@ -31,7 +31,7 @@ _COST_OF_PATCHES = 4
 _CPU_ROWS_KEPT_BYTES = 8 * 2**20
 _GPU_ROWS_KEPT_BYTES = 1024 * 2**20
 
-# Below this many input channels a group is too thin for the grouped convolution to vectorise.
+# Below this many channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
 
 
@@ -67,7 +67,7 @@ class Patches:
         if n == 0:
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
-        thin = self.weight[1] < _GROUPED_CONVOLUTION_CHANNELS
+        thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda or one_by_one or thin:
             copied = self.stride[0] * self.depth * self.weight[1] * self.weight[3:].numel()
             return joined(
