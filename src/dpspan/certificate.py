@@ -1,11 +1,9 @@
 """The certificate: what a run guarantees and how it was spent, as one strict JSON document."""
 
-import contextlib
 import datetime
 import importlib.metadata
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +13,7 @@ from typing import Any
 
 from dpspan.accounting import pld_interval
 from dpspan.events import event_to_json
+from dpspan.files import replacing
 from dpspan.ledger import Ledger
 
 FORMAT = "dpspan.certificate"
@@ -77,24 +76,8 @@ def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:
     """Write the document whole or not at all; OSError with the path if that is impossible."""
     path = Path(path)
     text = json.dumps(_plain("document", document), indent=2, ensure_ascii=False, allow_nan=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())  # or a crash could leave an empty file under the new name
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    except OSError as error:
-        raise OSError(
-            f"Cannot write the certificate to {path}: {error.strerror or error}. "
-            "Choose a folder that can be written to."
-        ) from error
+    with replacing(path, what="the certificate") as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
     return path
 
 

@@ -5,12 +5,9 @@ Loading one executes nothing. One file, not two, so that tensors and books never
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,8 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from dpspan.files import replacing
 
 _STATE = "dpspan.checkpoint.2"  # the key of the JSON state in the header, and its format
 _NOT_JSON = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -48,42 +47,6 @@ def load_file(path: str | Path, keys: set[str]) -> dict[str, Any]:
     if set(content) != keys:
         raise ValueError(f"{path} is not a dpspan checkpoint: expected the entries {sorted(keys)}.")
     return content
-
-
-@contextlib.contextmanager
-def replacing(path: Path, *, what: str) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place, and is on the disk, at the end.
-
-    After an error the old file is still there. A process that is killed may leave the temporary
-    file behind: `.NAME.….tmp`.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        os.close(descriptor)
-        temporary = Path(name)
-        try:
-            yield temporary
-            _sync(temporary)  # or a crash could leave an empty file under the new name
-            temporary.replace(path)
-            _sync(path.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except (OSError, safetensors.SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(
-            f"Cannot write {what} to {path}: {reason}. Choose a folder that can be written to, on "
-            "a disk with room."
-        ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Tensors:

@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpspan.checkpoint import replacing
 from dpspan.choose import choose_public, gsd, unprivate_captured_energy
+from dpspan.files import replacing
 from dpspan.ledger import Ledger
 from dpspan.public import PublicData
 

@@ -27,7 +27,7 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from dpspan.checkpoint import replacing
+from dpspan.files import replacing
 from dpspan.strict_json import plain
 
 

@@ -1,0 +1,47 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, what: str) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place, and is on the disk, at the end.
+
+    After an error the old file is still there. A process that is killed may leave the temporary
+    file behind: `.NAME.….tmp`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            yield temporary
+            _sync(temporary)  # or a crash could leave an empty file under the new name
+            temporary.replace(path)
+            _sync(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"Cannot write {what} to {path}: {reason}. Choose a folder that can be written to, on "
+            "a disk with room."
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
