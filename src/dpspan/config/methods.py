@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -44,9 +45,9 @@ class MethodSection(Section):
         """Whether the method cannot do without public data."""
         return False
 
+    @abstractmethod
     def build(self, public: PublicData | None, *, steps: int) -> Method:
         """The method, for a run of so many steps."""
-        raise NotImplementedError
 
     def _clips(self) -> dict[str, Any]:
         return {"clip": self.clip, "clipping": _CLIPPING[self.clipping]}

@@ -6,6 +6,7 @@ import importlib
 import math
 import pickle
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,9 @@ class ModelSection(Section):
 
     fix: bool = False
 
+    @abstractmethod
     def make(self, data: Loaded) -> nn.Module:
         """The network, with random weights from torch's generator."""
-        raise NotImplementedError
 
     def build(self, data: Loaded, *, seed: int) -> nn.Module:
         """The network for samples like these, the same for the same seed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -28,9 +29,9 @@ class OptimizerSection(Section):
     learning_rate: Positive
     weight_decay: NotNegative = 0.0
 
+    @abstractmethod
     def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """The optimizer."""
-        raise NotImplementedError
 
 
 class SgdSection(OptimizerSection):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,9 @@ class Source(Section):
     mean: float | Numbers = 0.0
     std: float | Numbers = 1.0
 
+    @abstractmethod
     def read(self, classes: Classes) -> Raw:
         """The arrays; OSError or ValueError, with the path, if that is impossible."""
-        raise NotImplementedError
 
 
 def load(source: Source, *, classes: Classes) -> Loaded:

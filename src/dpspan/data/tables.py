@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,9 +41,9 @@ class Table(Source):
         labels = None if self.label is None else np.asarray(columns[self.label])
         return Raw(inputs=np.concatenate(parts, axis=1), labels=labels)
 
+    @abstractmethod
     def columns(self, names: Sequence[str]) -> list[Column]:
         """The values of these columns, texts or numbers."""
-        raise NotImplementedError
 
     def _part(self, name: str, values: Column) -> Array:
         if name in self.categories:
