@@ -41,9 +41,8 @@ import dpspan
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
 from dpspan.mechanisms import Method
 from dpspan.models import PaperCNN, ResNet20
-from experiments.images import Images, collate
-from experiments.public_subspace import accuracy
-from experiments.runner import Results, best_of, execute
+from experiments.images import Images, accuracy, collate
+from experiments.runner import Results, best_of, execute, spread
 
 EPSILON, DELTA, CHOICE_EPSILON, RANK = 2.0, 1e-5, 0.1, 16
 PUBLIC, HELD_OUT, BATCH, TUNING_SEED = 2000, 5000, 1000, 1000
@@ -325,7 +324,7 @@ def summary(
         shown.add_column(f"{MEASURES[key]}\n{model}", justify="right")
     for each in sorted(reached, key=lambda e: -statistics.mean(reached[e] or [0.0])):
         cells = [f"{c[each]:.3f}" if each in c else "—" for c in columns.values()]
-        shown.add_row(each, _spread(reached[each]), *cells)
+        shown.add_row(each, spread(reached[each]), *cells)
     shown.add_section()
     correlations = []
     for values in columns.values():
@@ -350,14 +349,6 @@ def _values(rows: Sequence[dict[str, Any]], model: str, key: str, name: str) -> 
         for row in comparison["unprivate_ranking"]["rows"]
         if row["name"] == name and row[f"unprivate_{key}"] is not None
     ]
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return "—"
-    percent = [100 * value for value in values]
-    deviation = f" ± {statistics.stdev(percent):.1f}" if len(percent) > 1 else ""
-    return f"{statistics.mean(percent):.1f}{deviation}"
 
 
 def main() -> None:

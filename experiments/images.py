@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 
@@ -56,6 +56,19 @@ def collate(batch: tuple[Tensor, Tensor] | list[tuple[Tensor, Tensor]]) -> tuple
         return batch
     x, y = zip(*batch, strict=True)
     return torch.stack(x), torch.stack(y)
+
+
+def accuracy(model: nn.Module, data: Images) -> float:
+    """The share of samples that are told right, in evaluation mode."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        right = [
+            (model(x).argmax(1) == y).sum()
+            for x, y in zip(data.x.split(500), data.y.split(500), strict=True)
+        ]
+    model.train(training)
+    return float(torch.stack(right).sum()) / len(data)
 
 
 def load(

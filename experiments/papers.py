@@ -12,7 +12,6 @@ results.jsonl; what is there is not repeated.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,8 +29,8 @@ from torch.utils.data import DataLoader
 
 import dpspan
 from dpspan.audit import membership_inference
-from experiments.images import Images, collate
-from experiments.runner import Results, best_of, execute
+from experiments.images import accuracy, collate
+from experiments.runner import Results, best_of, execute, spread
 from experiments.tasks import TASKS, shifted
 
 DELTA = 1e-5
@@ -108,17 +107,6 @@ def train(
     }
 
 
-def accuracy(model: nn.Module, data: Images) -> float:
-    """The share of samples that are told right."""
-    model.eval()
-    with torch.no_grad():
-        right = [
-            (model(x).argmax(1) == y).sum()
-            for x, y in zip(data.x.split(500), data.y.split(500), strict=True)
-        ]
-    return float(torch.stack(right).sum()) / len(data)
-
-
 def table(task: str, results: Results) -> Table:
     """Mean and standard deviation over seeds, beside the paper's numbers."""
     shown = Table(
@@ -147,12 +135,6 @@ def table(task: str, results: Results) -> Table:
                 str(recipe.paper.get(target, "")),
             )
     return shown
-
-
-def spread(shares: list[float]) -> str:
-    """Mean ± standard deviation, in per cent."""
-    deviation = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
-    return f"{100 * statistics.mean(shares):.1f}{deviation}"
 
 
 def cells(task: str) -> list[tuple[str, float | None]]:

@@ -15,7 +15,6 @@ Every finished run is a line of results.jsonl; a run that is already there is no
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,8 +30,8 @@ from torch.utils.data import DataLoader
 import dpspan
 from dpspan.mechanisms import Method
 from dpspan.models import PaperCNN
-from experiments.images import Images, Split, collate, load
-from experiments.runner import Results, best_of, execute
+from experiments.images import Split, accuracy, collate, load
+from experiments.runner import Results, best_of, execute, spread
 
 PRIVATE, PUBLIC, BATCH, EPOCHS, DELTA = 10_000, 100, 250, 30, 1e-5
 TUNING_SEED = 1000
@@ -81,18 +80,6 @@ def method_of(run: Run, public: tuple[torch.Tensor, torch.Tensor]) -> Method:
         "GEP": lambda: dpspan.GEP(**shared, rank=50, residual_clip=0.2),
     }
     return builders[run.method]()
-
-
-def accuracy(model: nn.Module, images: Images) -> float:
-    """Share of test images that are classified right."""
-    model.eval()
-    with torch.no_grad():
-        right = [
-            (model(x).argmax(1) == y).sum()
-            for x, y in zip(images.x.split(2000), images.y.split(2000), strict=True)
-        ]
-    model.train()
-    return float(torch.stack(right).sum()) / len(images)
 
 
 def train(run: Run, data: Split, device: str) -> dict[str, Any]:
@@ -168,7 +155,7 @@ def table(final: list[dict[str, Any]], options: argparse.Namespace) -> Table:
         here = [row for row in final if row["sigma"] == sigma]
         alone = {row["seed"]: row["public_only"] for row in here if row["public_only"] is not None}
         shown.add_section()
-        shown.add_row(str(sigma), "0", "public data only", "real", "", _spread(alone.values()))
+        shown.add_row(str(sigma), "0", "public data only", "real", "", spread(alone.values()))
         for method in options.methods:
             for labels in ("none", "real", "random"):
                 own = [r for r in here if (r["method"], r["labels"]) == (method, labels)]
@@ -178,18 +165,10 @@ def table(final: list[dict[str, Any]], options: argparse.Namespace) -> Table:
                 for warm in (False, True):
                     part = [r for r in own if r["warm"] == warm]
                     rates = sorted({r["rate"] for r in part})
-                    texts.append(f"{_spread([r['accuracy'] for r in part])} {rates}")
+                    texts.append(f"{spread([r['accuracy'] for r in part])} {rates}")
                 epsilon = f"{max(r['epsilon'] for r in own):.3f}"
                 shown.add_row(str(sigma), epsilon, method, labels, *texts)
     return shown
-
-
-def _spread(values: Any) -> str:
-    values = [100 * v for v in values]
-    if not values:
-        return "—"
-    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):.1f} ± {deviation:.1f}"
 
 
 def main() -> None:

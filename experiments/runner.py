@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,15 @@ def best_of(search: Sequence[Any], results: Results) -> float:
 
     rate: float = max(search, key=reached).rate
     return rate
+
+
+def spread(shares: Iterable[float]) -> str:
+    """Mean ± standard deviation, in per cent."""
+    percent = [100 * share for share in shares]
+    if not percent:
+        return "—"
+    deviation = f" ± {statistics.stdev(percent):.1f}" if len(percent) > 1 else ""
+    return f"{statistics.mean(percent):.1f}{deviation}"
 
 
 def execute(

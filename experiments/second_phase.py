@@ -12,7 +12,6 @@ with 500 private images held out, which is not paid for in ε. Every run is a li
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from dpspan.mechanisms import Method
 from dpspan.models import PaperCNN
 from dpspan.trainable import Trainable
 from experiments.images import Images, collate
-from experiments.runner import Results, best_of, execute
+from experiments.runner import Results, best_of, execute, spread
 
 EPSILON, DELTA, EPOCHS, BATCH, TUNING_SEED, HELD_OUT = 1.0, 1e-5, 20, 250, 1000, 500
 STEPS = EPOCHS * -(-4708 // BATCH)
@@ -172,14 +171,9 @@ def table(results: Results) -> Table:
         ]
         if own:
             rates = ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in own}))
-            cells = (_spread([r[name] for r in own]) for name in ("accuracy", "auc"))
+            cells = (spread([r[name] for r in own]) for name in ("accuracy", "auc"))
             shown.add_row(*row, rates, *cells)
     return shown
-
-
-def _spread(shares: list[float]) -> str:
-    deviation = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
-    return f"{100 * statistics.mean(shares):.1f}{deviation}"
 
 
 def _read(path: Path, part: str) -> tuple[Tensor, Tensor]:
