@@ -156,6 +156,6 @@ def _if_labelled(task: Task, opt_in: TensorDataset, seeds: int, comparison: Comp
     return (
         f"Had somebody labelled the {len(opt_in)} opt-in scans, training on them alone would have "
         f"reached {statistics.mean(accuracies):.1%} at ε = 0 ({min(accuracies):.1%} … "
-        f"{max(accuracies):.1%}): {abs(ahead):.1%} {'more' if ahead > 0 else 'less'} than the best "
-        f"private row, “{best.name}”."
+        f"{max(accuracies):.1%}): {100 * abs(ahead):.1f} points {'more' if ahead > 0 else 'less'} "
+        f"than the best private row, “{best.name}”."
     )
