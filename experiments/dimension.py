@@ -1,30 +1,29 @@
 """What the number of features costs: rank-10 features embedded in p = 100 … 100,000 dimensions.
 
-    python -m experiments.dimension
+    python -m experiments dimension
 
 Logistic regression on n = 500 records at ε = 1, δ = 1e-6: the same ten numbers a record, turned
 into p features by an isometry, so that without privacy nothing depends on p. 100 public rows of the
 same kind span the subspace. Shown is the excess risk, loss on the private records above the least
 possible, and the time of a step. The learning rate of each method at each p is the best of its
 grid for three other seeds. Constrained methods stay in a ball of radius 2; the true weights have
-length 1.5. Every finished run is a line of results.jsonl; a run that is already there is not
-repeated.
+length 1.5.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
-from rich.console import Console
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
 from scipy import optimize, special
 
 from dpspan.accounting import Budget, calibrate_event
@@ -42,7 +41,8 @@ from dpspan.convex.oracles import PublicSide
 from dpspan.convex.rows import Rows
 from dpspan.convex.schedules import ConstantClip
 from dpspan.ledger import Ledger
-from experiments.runner import Results, execute
+from dpspan.section import Count, Counts, Numbers, Section, Texts
+from experiments.runner import Place, Results, execute
 
 N, PUBLIC, RANK, STEPS = 500, 100, 10, 20
 LENGTH, RADIUS = 1.5, 2.0  # of the true weights, and of the ball
@@ -50,45 +50,55 @@ BUDGET = Budget(epsilon=1.0, delta=1e-6)
 TUNING_SEEDS = (1000, 1001, 1002)
 CENTRE = {"excess_risk": statistics.mean, "seconds_per_step": min}
 IN_SPAN = PublicFeatures(rank=RANK)
-METHODS: dict[str, tuple[Sequence[float], Callable[[float], Method]]] = {
-    "DP-GD": (
-        (0.5, 1.0, 2.0),
-        lambda rate: GradientDescent(steps=STEPS, learning_rate=rate),
+METHODS: dict[str, Callable[[float], Method]] = {
+    "DP-GD": lambda rate: GradientDescent(steps=STEPS, learning_rate=rate),
+    "DP-GD, constrained": lambda rate: GradientDescent(
+        steps=STEPS, learning_rate=rate, radius=RADIUS
     ),
-    "DP-GD, constrained": (
-        (0.1, 0.4, 1.6),
-        lambda rate: GradientDescent(steps=STEPS, learning_rate=rate, radius=RADIUS),
+    "AdaGrad, diagonal, constrained": lambda rate: NoisyAdaGrad(
+        steps=STEPS,
+        learning_rate=rate,
+        radius=RADIUS,
+        preconditioner=FromNoisyGradients(diagonal=True),
     ),
-    "AdaGrad, diagonal, constrained": (
-        (0.02, 0.1, 0.5),
-        lambda rate: NoisyAdaGrad(
-            steps=STEPS,
-            learning_rate=rate,
-            radius=RADIUS,
-            preconditioner=FromNoisyGradients(diagonal=True),
-        ),
+    "projected DP-GD, constrained": lambda rate: GradientDescent(
+        steps=STEPS, learning_rate=rate, radius=RADIUS, subspace=IN_SPAN
     ),
-    "projected DP-GD, constrained": (
-        (0.5, 1.0, 2.0),
-        lambda rate: GradientDescent(
-            steps=STEPS, learning_rate=rate, radius=RADIUS, subspace=IN_SPAN
-        ),
+    "projected AdaGrad, constrained": lambda rate: NoisyAdaGrad(
+        steps=STEPS, learning_rate=rate, radius=RADIUS, subspace=IN_SPAN
     ),
-    "projected AdaGrad, constrained": (
-        (0.15, 0.3, 0.6),
-        lambda rate: NoisyAdaGrad(steps=STEPS, learning_rate=rate, radius=RADIUS, subspace=IN_SPAN),
-    ),
-    "projected AdaGrad, released, constrained": (
-        (0.1, 0.2, 0.3, 0.5, 1.0, 2.0),
-        lambda rate: NoisyAdaGrad(
-            steps=STEPS,
-            learning_rate=rate,
-            radius=RADIUS,
-            subspace=IN_SPAN,
-            preconditioner=Released(),
-        ),
+    "projected AdaGrad, released, constrained": lambda rate: NoisyAdaGrad(
+        steps=STEPS,
+        learning_rate=rate,
+        radius=RADIUS,
+        subspace=IN_SPAN,
+        preconditioner=Released(),
     ),
 }
+
+
+class DimensionExperiment(Section):
+    """Which p, how many seeds, and the learning rates that each method is searched among."""
+
+    kind: Literal["dimension"] = "dimension"
+    title: str
+    paper: str
+    about: str
+    notes: Texts = ()
+    dimensions: Counts
+    seeds: Count
+    rates: dict[str, Numbers]
+
+    @model_validator(mode="after")
+    def _methods_exist(self) -> Self:
+        unknown = set(self.rates) - set(METHODS)
+        if unknown:
+            raise PydanticCustomError(
+                "unknown",
+                "Expected rates of {known}, got {unknown}.",
+                {"known": ", ".join(METHODS), "unknown": ", ".join(sorted(unknown))},
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -140,11 +150,11 @@ def noise_multiplier() -> float:
     return calibrate_event(GaussianDpEvent, STEPS, BUDGET)
 
 
-def work(run: Run) -> dict[str, Any]:
+def work(run: Run, place: Place) -> dict[str, Any]:
     """A run in a process of its own."""
     problem = problem_of(run.p, run.seed)
     x = problem.z @ problem.embedding
-    method = METHODS[run.method][1](run.rate)
+    method = METHODS[run.method](run.rate)
     z = noise_multiplier()
     ledger = Ledger(budget=BUDGET)
     ledger.reserve(GaussianDpEvent(z), STEPS)
@@ -180,17 +190,18 @@ def work(run: Run) -> dict[str, Any]:
         "seconds_per_step": statistics.median(np.diff(moments)),
         "epsilon": ledger.epsilon(),
         "delta": BUDGET.delta,
+        "made": place.provenance(),
     }
 
 
-def best_rate(method: str, p: int, results: Results) -> float:
+def best_rate(rates: Sequence[float], method: str, p: int, results: Results) -> float:
     """The learning rate that did best in the search."""
 
     def risk(rate: float) -> float:
         rows = [results.of(Run(method, p, rate, seed)) for seed in TUNING_SEEDS]
         return statistics.mean(row["excess_risk"] for row in rows if row is not None)
 
-    return min(METHODS[method][0], key=risk)
+    return min(rates, key=risk)
 
 
 def summary(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[int, tuple[float, float]]]:
@@ -258,37 +269,33 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """Search, run, and show tables and plot."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dimensions", type=int, nargs="+", default=[100, 1000, 10_000, 100_000])
-    parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, default=Path("runs/dimension"))
-    options = parser.parse_args()
-    results = Results(options.out / "results.jsonl")
+def reported(experiment: DimensionExperiment, results: Results) -> list[Run]:
+    """The runs that are shown, at the learning rates that the search found."""
+    return [
+        Run(method, p, best_rate(rates, method, p, results), seed)
+        for p in experiment.dimensions
+        for method, rates in experiment.rates.items()
+        for seed in range(experiment.seeds)
+    ]
+
+
+def run(experiment: DimensionExperiment, results: Results, place: Place) -> None:
+    """Search, and make every run that is missing."""
     search = [
         Run(method, p, rate, seed)
-        for p in options.dimensions
-        for method, (rates, _) in METHODS.items()
+        for p in experiment.dimensions
+        for method, rates in experiment.rates.items()
         for rate in rates
         for seed in TUNING_SEEDS
     ]
-    execute(search, results, work, options.jobs, "search")
-    first = Run("", 0, 0.0, 0)
-    final = [
-        replace(first, method=method, p=p, rate=best_rate(method, p, results), seed=seed)
-        for p in options.dimensions
-        for method in METHODS
-        for seed in range(options.seeds)
-    ]
-    execute(final, results, work, options.jobs, "runs")
-    rows = [row for run in final if (row := results.of(run)) is not None]
-    text = markdown(rows)
-    (options.out / "dimension.md").write_text(text + "\n")
-    plot(rows, options.out / "dimension.png")
-    Console().print(text, soft_wrap=True, markup=False)
+    task = partial(work, place=place)
+    execute(search, results, task, place.jobs, "dimension: search")
+    execute(reported(experiment, results), results, task, place.jobs, "dimension: runs")
 
 
-if __name__ == "__main__":
-    main()
+def page(experiment: DimensionExperiment, results: Results, docs: Path) -> str:
+    """The tables and their plot, from stored results alone."""
+    runs = reported(experiment, results)
+    rows = [row for each in runs if (row := results.of(each)) is not None]
+    plot(rows, docs / "dimension.png")
+    return f"{markdown(rows)}\n![excess risk and time against p](dimension.png)\n"

@@ -1,6 +1,6 @@
 """Private logistic regression on real tables: which method, at which ε.
 
-    python -m experiments.tables --data FOLDER [--diffprivlib PYTHON]
+    python -m experiments tables --data FOLDER [--peer PYTHON]
 
 FOLDER holds adult.npz, a9a.npz, w8a.npz, bank_additional_full.npz, uci_credit_default_30k.npz and
 covtype_20k.npz (x_train, y_train, and x_test, y_test where they exist; else a fifth is held out).
@@ -10,26 +10,25 @@ of each row, at each ε, is the best of a grid on covtype_20k, which is in none 
 nothing was tuned on the tables shown. Noise comes from OS entropy, as in any private fit.
 
 diffprivlib gives pure ε-DP (objective perturbation), the stronger promise; see
-peer_diffprivlib.py for the environment it needs. Every finished run is a line of results.jsonl; a
-run that is already there is not repeated.
+peer_diffprivlib.py for the environment it needs. Without it its row has no new runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
-from rich.console import Console
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -46,70 +45,83 @@ from dpspan.convex import (
     Released,
     ReleasedSecondMoment,
 )
-from experiments.runner import Results, execute
+from dpspan.section import Count, Numbers, Section, Texts
+from experiments.runner import Place, Results, execute
 
 DELTA, PUBLIC, RANK = 1e-6, 500, 50
 KEYS = ("accuracy", "auc")
-EPSILONS = (0.1, 0.5, 1.0, 3.0)
-TABLES = ("adult", "a9a", "w8a", "bank_additional_full", "uci_credit_default_30k")
 ZERO_ONE = ("a9a", "w8a")
 TUNED_ON, TUNING_SEEDS = "covtype_20k", tuple(range(1000, 1008))
 
-Settings = Sequence[Any]
-Make = Callable[[Any], dict[str, Any]]
 DIAGONAL = FromNoisyGradients(diagonal=True)
-OURS: dict[str, tuple[Settings, Make]] = {
-    "DP-GD": ((3, 10, 30, 100), lambda rate: {"method": GradientDescent(learning_rate=rate)}),
-    "DP-GD, warm start": (
-        (1, 3, 10, 30, 100),
-        lambda rate: {"method": GradientDescent(learning_rate=rate), "start": "public"},
-    ),
-    "projected DP-GD": (
-        (3, 10, 30, 100),
-        lambda rate: {"method": GradientDescent(learning_rate=rate, subspace=_features())},
-    ),
-    "AdaGrad": (
-        (0.3, 1, 3, 10, 30, 100, 300),
-        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate)},
-    ),
-    "AdaGrad, warm start": (
-        (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
-        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate), "start": "public"},
-    ),
-    "AdaGrad, diagonal": (
-        (0.3, 1, 3, 10, 30, 100),
-        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL)},
-    ),
-    "AdaGrad, diagonal, falling clip": (
-        (0.3, 1, 3, 10, 30, 100),
-        lambda rate: {
-            "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
-            "clip": Envelope(start=2.0, decay=0.25),
-        },
-    ),
-    "AdaGrad, diagonal, warm start": (
-        (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
-        lambda rate: {
-            "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
-            "start": "public",
-        },
-    ),
-    "projected AdaGrad": (
-        (0.3, 1, 3, 10, 30, 100),
-        lambda rate: {"method": NoisyAdaGrad(learning_rate=rate, subspace=_features())},
-    ),
-    "projected AdaGrad, released": (
-        (0.3, 1, 3, 10, 30, 100, 300),
-        lambda rate: {"method": _adagrad(rate, Released())},
-    ),
-    "projected AdaGrad, second moment": (
-        (10, 30, 100, 300, 1000),
-        lambda rate: {"method": _adagrad(rate, ReleasedSecondMoment())},
-    ),
+# What each row is, at a learning rate
+OURS: dict[str, Callable[[float], dict[str, Any]]] = {
+    "DP-GD": lambda rate: {"method": GradientDescent(learning_rate=rate)},
+    "DP-GD, warm start": lambda rate: {
+        "method": GradientDescent(learning_rate=rate),
+        "start": "public",
+    },
+    "projected DP-GD": lambda rate: {
+        "method": GradientDescent(learning_rate=rate, subspace=_features())
+    },
+    "AdaGrad": lambda rate: {"method": NoisyAdaGrad(learning_rate=rate)},
+    "AdaGrad, warm start": lambda rate: {
+        "method": NoisyAdaGrad(learning_rate=rate),
+        "start": "public",
+    },
+    "AdaGrad, diagonal": lambda rate: {
+        "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL)
+    },
+    "AdaGrad, diagonal, falling clip": lambda rate: {
+        "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
+        "clip": Envelope(start=2.0, decay=0.25),
+    },
+    "AdaGrad, diagonal, warm start": lambda rate: {
+        "method": NoisyAdaGrad(learning_rate=rate, preconditioner=DIAGONAL),
+        "start": "public",
+    },
+    "projected AdaGrad": lambda rate: {
+        "method": NoisyAdaGrad(learning_rate=rate, subspace=_features())
+    },
+    "projected AdaGrad, released": lambda rate: {"method": _adagrad(rate, Released())},
+    "projected AdaGrad, second moment": lambda rate: {
+        "method": _adagrad(rate, ReleasedSecondMoment())
+    },
 }
 PEER = "diffprivlib (pure ε)"
 PEER_SETTINGS = tuple((share, c) for share in (0.1, 0.3) for c in (1e-3, 1e-2, 1e-1))
 OPEN = ("public rows only (ε = 0)", "without privacy")
+
+
+class TablesExperiment(Section):
+    """Which tables at which ε, and the learning rates that each method is searched among."""
+
+    kind: Literal["tables"] = "tables"
+    title: str
+    paper: str
+    about: str
+    notes: Texts = ()
+    tables: Texts
+    epsilons: Numbers
+    seeds: Count
+    rates: dict[str, Numbers]
+
+    @model_validator(mode="after")
+    def _methods_exist(self) -> Self:
+        unknown = set(self.rates) - set(OURS)
+        if unknown:
+            raise PydanticCustomError(
+                "unknown",
+                "Expected rates of {known}, got {unknown}.",
+                {"known": ", ".join(OURS), "unknown": ", ".join(sorted(unknown))},
+            )
+        return self
+
+    def grid(self, method: str) -> Sequence[Any]:
+        """What a method is searched among; one entry where there is nothing to choose."""
+        if method in OPEN:
+            return (None,)
+        return PEER_SETTINGS if method == PEER else self.rates[method]
 
 
 def _features() -> PublicFeatures:
@@ -168,7 +180,9 @@ def load(folder: Path, table: str, seed: int) -> Split:
     return Split(x[PUBLIC:], y[PUBLIC:], public, x_test, y_test)
 
 
-def scores_of(run: Run, folder: Path, peer: str | None) -> tuple[np.ndarray, dict[str, Any]]:
+def scores_of(
+    run: Run, experiment: TablesExperiment, folder: Path, peer: str | None
+) -> tuple[np.ndarray, dict[str, Any]]:
     """Decision values of the test rows, and what the fit says of itself."""
     split = load(folder, run.table, run.seed)
     if run.method in OPEN:
@@ -181,13 +195,13 @@ def scores_of(run: Run, folder: Path, peer: str | None) -> tuple[np.ndarray, dic
         norm = share * float(np.sqrt(split.x.shape[1]))  # a public number
         process = _peer(folder, run.table, run.seed, str(peer))
         return _ask(process, run.epsilon, norm, penalty), {"epsilon_spent": run.epsilon}
-    settings, make = OURS[run.method]
+    rate = experiment.grid(run.method)[run.choice]
     model = PrivateLogisticRegression(
         epsilon=run.epsilon,
         delta=DELTA,
         classes=[0, 1],
         accountant="rdp" if run.table == TUNED_ON else "pld",  # some per cent off, but quick
-        **make(settings[run.choice]),
+        **OURS[run.method](rate),
     ).fit(split.x, split.y, public=split.public)
     spent = {
         "epsilon_spent": model.epsilon_,
@@ -228,11 +242,11 @@ def _ask(process: subprocess.Popen[str], *numbers: float) -> np.ndarray:
     return np.array(json.loads(answer))
 
 
-def work(run: Run, folder: Path, peer: str | None) -> dict[str, Any]:
+def work(run: Run, experiment: TablesExperiment, place: Place, peer: str | None) -> dict[str, Any]:
     """A run in a process of its own."""
-    split = load(folder, run.table, run.seed)
+    split = load(place.data, run.table, run.seed)
     start = time.perf_counter()
-    scores, spent = scores_of(run, folder, peer)
+    scores, spent = scores_of(run, experiment, place.data, peer)
     return {
         **asdict(run),
         "accuracy": float(((scores > 0) == split.y_test).mean()),
@@ -241,20 +255,14 @@ def work(run: Run, folder: Path, peer: str | None) -> dict[str, Any]:
         "features": int(split.x.shape[1]),
         "seconds": time.perf_counter() - start,
         **spent,
+        "made": place.provenance(),
     }
 
 
-def settings_of(method: str) -> Settings:
-    """The grid of a method; one entry where there is nothing to choose."""
-    if method in OPEN:
-        return (None,)
-    return PEER_SETTINGS if method == PEER else OURS[method][0]
-
-
-def best_choice(method: str, epsilon: float, results: Results) -> int:
+def best_choice(choices: int, method: str, epsilon: float, results: Results) -> int:
     """The setting with the best accuracy and AUC on the table for tuning."""
     found = []
-    for choice in range(len(settings_of(method))):
+    for choice in range(choices):
         rows = [results.of(Run(TUNED_ON, method, epsilon, choice, s)) for s in TUNING_SEEDS]
         found.append(statistics.mean((r["accuracy"] + r["auc"]) / 2 for r in rows if r))
     return int(np.argmax(found))
@@ -286,7 +294,7 @@ def overall(runs: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[str]
 def markdown(runs: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
     """Accuracy / AUC by ε, over all data sets and for each."""
     lines = ["**all tables**: accuracy / AUC in %, means", "", *overall(runs, methods), ""]
-    for table in TABLES:
+    for table in dict.fromkeys(row["table"] for row in runs):
         own = [row for row in runs if row["table"] == table]
         if not own:
             continue
@@ -313,7 +321,7 @@ def plot(runs: Sequence[dict[str, Any]], methods: Sequence[str], path: Path) -> 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    tables = [table for table in TABLES if any(row["table"] == table for row in runs)]
+    tables = list(dict.fromkeys(row["table"] for row in runs))
     figure, axes = plt.subplots(
         2, len(tables), figsize=(4 * len(tables), 7), sharex=True, squeeze=False
     )
@@ -347,50 +355,51 @@ def plot(runs: Sequence[dict[str, Any]], methods: Sequence[str], path: Path) -> 
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """Search, run, and show tables and plot."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--diffprivlib", help="a Python that has diffprivlib; without, left out")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--out", type=Path, default=Path("runs/tables"))
-    options = parser.parse_args()
-    results = Results(options.out / "results.jsonl")
-    private = [*OURS, *([PEER] if options.diffprivlib else [])]
-    task = partial(work, folder=options.data, peer=options.diffprivlib)
+def methods_of(experiment: TablesExperiment, results: Results) -> list[str]:
+    """The private rows: those that have a grid, and the peer's where it has been run."""
+    asked = any(row["method"] == PEER for row in results.rows)
+    return [*experiment.rates, *([PEER] if asked else [])]
+
+
+def reported(experiment: TablesExperiment, results: Results, methods: Sequence[str]) -> list[Run]:
+    """The runs of the tables, at the settings that the search found."""
+    chosen = {
+        (m, e): best_choice(len(experiment.grid(m)), m, e, results)
+        for m in methods
+        for e in experiment.epsilons
+    }
+    return [
+        Run(table, method, e, chosen.get((method, e), 0), seed)
+        for table in experiment.tables
+        for seed in range(experiment.seeds)
+        for method in (*methods, *OPEN)
+        for e in ((0.0,) if method in OPEN else experiment.epsilons)
+    ]
+
+
+def run(
+    experiment: TablesExperiment, results: Results, place: Place, peer: str | None = None
+) -> None:
+    """Search, and make every run that is missing."""
+    methods = [*experiment.rates, *([PEER] if peer else [])]
+    task = partial(work, experiment=experiment, place=place, peer=peer)
     # By table and seed, so that a process that has read a table goes on with it.
     search = [
         Run(TUNED_ON, method, epsilon, choice, seed)
         for seed in TUNING_SEEDS
-        for method in private
-        for epsilon in options.epsilons
-        for choice in range(len(settings_of(method)))
+        for method in methods
+        for epsilon in experiment.epsilons
+        for choice in range(len(experiment.grid(method)))
     ]
-    execute(search, results, task, options.jobs, "search")
-    chosen = {(m, e): best_choice(m, e, results) for m in private for e in options.epsilons}
-    first = Run("", "", 0.0, 0, 0)
-    final = [
-        replace(
-            first, table=table, method=method, epsilon=e, choice=chosen.get((method, e), 0), seed=s
-        )
-        for table in options.tables
-        for s in range(options.seeds)
-        for method in (*private, *OPEN)
-        for e in ((0.0,) if method in OPEN else options.epsilons)
-    ]
-    execute(final, results, task, options.jobs, "runs")
-    rows = [row for run in final if (row := results.of(run)) is not None]
-    text = markdown(rows, (*OPEN, *private))
-    (options.out / "tables.md").write_text(text + "\n")
-    plot(rows, (*OPEN, *private), options.out / "tables.png")
-    console = Console()
-    console.print(text, soft_wrap=True, markup=False)
-    settings = {f"{m}, ε = {e:g}": settings_of(m)[c] for (m, e), c in chosen.items()}
-    console.print("Settings found on", TUNED_ON, settings)
+    execute(search, results, task, place.jobs, "tables: search")
+    execute(reported(experiment, results, methods), results, task, place.jobs, "tables: runs")
 
 
-if __name__ == "__main__":
-    main()
+def page(experiment: TablesExperiment, results: Results, docs: Path) -> str:
+    """The tables and their plot, from stored results alone."""
+    methods = methods_of(experiment, results)
+    runs = reported(experiment, results, methods)
+    rows = [row for each in runs if (row := results.of(each)) is not None]
+    plot(rows, (*OPEN, *methods), docs / "tables.png")
+    text = markdown(rows, (*OPEN, *methods))
+    return f"{text}\n![accuracy and AUC against ε](tables.png)\n"

@@ -12,14 +12,18 @@ from scipy import sparse
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from experiments import dimension, tables
-from experiments.runner import Results
+from experiments.catalogue import load
+from experiments.runner import Place, Results
+
+
+TABLES, DIMENSION = load("tables"), load("dimension")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Small tables in the form of the real ones; the first feature numbers the rows."""
     rng = np.random.default_rng(0)
-    for name in (*tables.TABLES, tables.TUNED_ON):
+    for name in (*TABLES.tables, tables.TUNED_ON):
         x = rng.standard_normal((1500, 6)).astype(np.float32)
         y = (x[:, 1] + 0.5 * rng.standard_normal(1500) > 0).astype(np.uint8)
         x[:, 0] = np.arange(1500) / 1000
@@ -54,7 +58,7 @@ def test_features_are_scaled_by_public_rows(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*tables.OURS, *tables.OPEN])
 def test_every_row_of_the_table_runs(folder: Path, method: str) -> None:
-    row = tables.work(tables.Run("adult", method, 3.0, 0, 0), folder, None)
+    row = tables.work(tables.Run("adult", method, 3.0, 0, 0), TABLES, Place(data=folder), None)
     assert row["auc"] > 0.7
     if method in tables.OURS:
         assert 2.99 <= row["epsilon_spent"] <= 3.0
@@ -67,7 +71,7 @@ def test_the_best_setting_of_the_search_is_taken(tmp_path: Path) -> None:
         for seed in tables.TUNING_SEEDS:
             run = tables.Run(tables.TUNED_ON, "DP-GD", 1.0, choice, seed)
             results.add({**vars(run), "accuracy": good, "auc": good})
-    assert tables.best_choice("DP-GD", 1.0, results) == 1
+    assert tables.best_choice(4, "DP-GD", 1.0, results) == 1
 
 
 def table_rows() -> list[dict]:
@@ -106,7 +110,8 @@ def test_the_table_of_tables() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", dimension.METHODS)
 def test_dimensions(method: str) -> None:
-    row = dimension.work(dimension.Run(method, 60, dimension.METHODS[method][0][1], 0))
+    run = dimension.Run(method, 60, DIMENSION.rates[method][1], 0)
+    row = dimension.work(run, Place(data=Path()))
     assert 0 < row["excess_risk"] < 0.2
     assert 0.999 <= row["epsilon"] <= 1.0
     assert row["seconds_per_step"] > 0

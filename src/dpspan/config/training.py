@@ -30,8 +30,8 @@ class OptimizerSection(Section):
     weight_decay: NotNegative = 0.0
 
     @abstractmethod
-    def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer."""
+    def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
+        """The optimizer, with another learning rate if one is given."""
 
 
 class SgdSection(OptimizerSection):
@@ -40,10 +40,10 @@ class SgdSection(OptimizerSection):
     name: Literal["sgd"] = "sgd"
     momentum: BelowOne = 0.0
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
         return torch.optim.SGD(
             parameters,
-            lr=self.learning_rate,
+            lr=self.learning_rate if lr is None else lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
         )
@@ -56,10 +56,10 @@ class AdamSection(OptimizerSection):
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.999
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
         return torch.optim.AdamW(
             parameters,
-            lr=self.learning_rate,
+            lr=self.learning_rate if lr is None else lr,
             betas=(self.beta1, self.beta2),
             weight_decay=self.weight_decay,
         )
@@ -73,6 +73,16 @@ class ConstantSection(Section):
     def factor(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by at a step of so many."""
         return 1.0
+
+
+class LinearSection(Section):
+    """From the learning rate down to 0 in a straight line."""
+
+    name: Literal["linear"] = "linear"
+
+    def factor(self, step: int, steps: int) -> float:
+        """1 − t."""
+        return 1 - step / steps
 
 
 class CosineSection(Section):
@@ -102,6 +112,11 @@ class StepsSection(Section):
         return float(self.divide_by**-passed)
 
 
+AnySchedule = Annotated[
+    ConstantSection | LinearSection | CosineSection | StepsSection, Field(discriminator="name")
+]
+
+
 class TrainingSection(Section):
     """How long, in which batches and by which optimizer.
 
@@ -112,9 +127,7 @@ class TrainingSection(Section):
     epochs: Count
     batch_size: Count
     optimizer: Annotated[SgdSection | AdamSection, Field(discriminator="name")]
-    schedule: Annotated[
-        ConstantSection | CosineSection | StepsSection, Field(discriminator="name")
-    ] = ConstantSection()
+    schedule: AnySchedule = ConstantSection()
     physical_batch_size: Count | None = None
     device: str = "auto"
     seed: Seed = 0

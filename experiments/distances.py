@@ -1,0 +1,103 @@
+"""Which public data are nearest: an experiment that has measures of distance beside accuracy."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dpspan
+from dpspan.choose import ProbeNetwork, choose_public, rank_public
+from dpspan.section import Count, Positive, Section
+from experiments.images import collate
+from experiments.runner import Place, Results, execute
+from experiments.schema import TrainingExperiment
+
+MODELS = ("probe", "real")
+MEASURES = {"gsd": "GSD", "captured_energy": "energy", "task2vec": "Task2Vec", "transport": "OT"}
+
+
+class Distances(Section):
+    """Top directions, samples of each dataset, seeds of models and samples, ε of the choice."""
+
+    rank: Count = 16
+    samples: Count = 2000
+    seeds: Count = 3
+    choice_epsilon: Positive = 0.1
+
+
+class ChoosingExperiment(TrainingExperiment):
+    """Rows that differ in their public data alone, and what each measure says of those."""
+
+    kind: Literal["choosing"] = "choosing"
+    distances: Distances
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All candidates, seen by one model: the paper's probe network or the one that is trained."""
+
+    experiment: str
+    model: str
+    distances: str
+    seed: int
+
+
+def measure(
+    name: str, experiment: ChoosingExperiment, results: Results, place: Place, seeds: int | None
+) -> None:
+    """Make every comparison that is missing."""
+    settings = experiment.distances.model_dump_json(exclude={"seeds"})
+    runs = [
+        Comparison(name, model, settings, seed)
+        for seed in range(seeds or experiment.distances.seeds)
+        for model in MODELS
+    ]
+    work = partial(compare, experiment=experiment, place=place)
+    execute(runs, results, work, place.jobs, f"{name}: distances")
+
+
+def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> dict[str, Any]:
+    """The table of one model, without privacy, and a private choice."""
+    start = time.perf_counter()
+    place.configure()
+    settings = experiment.distances
+    data = experiment.data.load(place.data, seed=run.seed, hold_out=False)
+    torch.manual_seed(run.seed)
+    model: nn.Module = experiment.model.build(data, seed=run.seed)
+    if run.model == "probe":
+        model = ProbeNetwork(channels=data.shape[0], classes=data.classes, seed=run.seed)
+    private = data.without(set(data.public))
+    ranking = rank_public(
+        model.to(place.device),
+        nn.CrossEntropyLoss(),
+        private,
+        data.public,
+        rank=settings.rank,
+        samples=settings.samples,
+        transport=run.model == "probe",  # once: it does not depend on the model
+        seed=run.seed,
+    )
+    choice = choose_public(
+        model,
+        nn.CrossEntropyLoss(),
+        DataLoader(private, batch_size=256, collate_fn=collate),
+        data.public,
+        ledger=dpspan.Ledger(),
+        epsilon=settings.choice_epsilon,
+        rank=settings.rank,
+        samples=settings.samples,
+        sample_rate=min(1.0, 2 * settings.samples / len(private)),
+    )
+    return {
+        **asdict(run),
+        "unprivate_ranking": ranking.to_dict(),
+        "choice": choice.name,
+        "seconds": time.perf_counter() - start,
+        "made": place.provenance(),
+    }

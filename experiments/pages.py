@@ -1,0 +1,219 @@
+"""docs/results.md: every experiment's table, from the stored results alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import spearmanr
+
+from experiments import dimension, plots, tables
+from experiments.catalogue import Experiment, load, names
+from experiments.distances import MEASURES, MODELS, ChoosingExperiment
+from experiments.runner import Results, spread
+from experiments.schema import TrainingExperiment
+from experiments.sweep import reported, searched
+
+ENOUGH_SEEDS = 3
+HEAD = """# Results
+
+Made by `make results` from the files in `experiments/results/`; not written by hand.
+`make experiment NAME=… DATA=FOLDER` runs one again, from `experiments/NAME.yaml`. Every run has its
+ε (PLD, Poisson sampling, add or remove one record), hardware, versions and commit in its line of
+the results file, and its certificate unless it was part of a search.
+
+Test accuracy in %, mean ± standard deviation over seeds (other weights, noise and samples). The
+paper's number stands in brackets behind ours. Learning rates were searched with another seed, on
+training samples that were held out; the search is not paid for in ε, and is as wide for all rows of
+a table. \\* the best rate is at an end of its grid; † fewer than three seeds.
+"""
+
+
+def render(folder: Path, docs: Path) -> Path:
+    """Write docs/results.md and its plots; the path of the page."""
+    parts = [HEAD]
+    for name in names():
+        experiment = load(name)
+        results = Results(folder / f"{name}.jsonl")
+        if not results.rows:
+            continue
+        parts.append(f"## {experiment.title}\n\n*{experiment.paper}.* {experiment.about}\n")
+        parts.append(_page(name, experiment, results, docs))
+        parts += [f"- {note}" for note in experiment.notes]
+        parts.append(f"\n{_made(results)}\n")
+    page = docs / "results.md"
+    page.write_text("\n".join(parts), encoding="utf-8")
+    return page
+
+
+def _page(name: str, experiment: Experiment, results: Results, docs: Path) -> str:
+    if isinstance(experiment, tables.TablesExperiment):
+        return tables.page(experiment, results, docs)
+    if isinstance(experiment, dimension.DimensionExperiment):
+        return dimension.page(experiment, results, docs)
+    text = training_table(name, experiment, results)
+    if len(experiment.targets.values) > 1:
+        curves = {row: _curve(name, experiment, row, results) for row in experiment.rows}
+        plots.against_epsilon(curves, docs / f"{name}.png", experiment.title)
+        text += f"\n![accuracy against ε]({name}.png)\n"
+    if isinstance(experiment, ChoosingExperiment):
+        text += "\n" + distance_table(name, experiment, results)
+    return text
+
+
+def cell_runs(
+    name: str, experiment: TrainingExperiment, row: str, target: float | None, results: Results
+) -> list[dict[str, Any]]:
+    """The stored runs of one cell."""
+    private = experiment.rows[row].private
+    runs = reported(name, experiment, row, target if private else None, results, 100)
+    return [found for run in runs if (found := results.of(run)) is not None]
+
+
+def training_table(name: str, experiment: TrainingExperiment, results: Results) -> str:
+    """Rows by targets; a target that no private row has been run at is left out."""
+    targets, rows = experiment.targets, experiment.rows
+    cells = {
+        (row, value): cell_runs(name, experiment, row, value, results)
+        for row in rows
+        for value in targets.values
+    }
+    shown = [v for v in targets.values if any(cells[r, v] for r in rows if rows[r].private)]
+    heads = ["", "public data", *(f"{targets.symbol} = {value:g}" for value in shown)]
+    heads += ["attack"] if experiment.attack else []
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in rows:
+        found = [cells[row, value] for value in shown]
+        if any(found):
+            texts = [
+                _cell(name, experiment, row, value, runs)
+                for value, runs in zip(shown, found, strict=True)
+            ]
+            attack = [_attack(found[-1])] if experiment.attack else []
+            lines.append(_line([row, _public(experiment, row), *texts, *attack]))
+    text = "\n".join(lines) + "\n"
+    if targets.noise_multiplier:
+        runs = [run for found in cells.values() for run in found if run["target"] is not None]
+        spent = {f"{run['target']:g}": f"{run['epsilon']:.3f}" for run in runs}
+        text += "\n" + ", ".join(f"σ = {s}: ε = {e}" for s, e in spent.items()) + ".\n"
+    if experiment.attack:
+        text += "\nAttack: success rate of membership inference by the loss, 50 is guessing.\n"
+    return text
+
+
+def _public(experiment: TrainingExperiment, row: str) -> str:
+    """A row's public data, and whether they have labels."""
+    return ", ".join(
+        f"{name} (labelled)" if experiment.data.public[name].labelled else name
+        for name in sorted(experiment.rows[row].public)
+    )
+
+
+def _attack(runs: Sequence[dict[str, Any]]) -> str:
+    attacked = [run["unprivate_membership"]["success_rate"] for run in runs]
+    return f"{100 * statistics.mean(attacked):.1f}" if attacked else ""
+
+
+def _cell(
+    name: str,
+    experiment: TrainingExperiment,
+    row: str,
+    target: float,
+    runs: Sequence[dict[str, Any]],
+) -> str:
+    section = experiment.rows[row]
+    text = spread([run[experiment.metric] for run in runs])
+    if runs and len(runs) < ENOUGH_SEEDS:
+        text += " †"
+    search = searched(name, experiment, row, target if section.private else None)
+    if runs and search and runs[0]["rate"] in (search[0].rate, search[-1].rate):
+        text += "\\*"
+    return f"{text} ({section.paper[target]:g})" if target in section.paper else text
+
+
+def _curve(
+    name: str, experiment: TrainingExperiment, row: str, results: Results
+) -> dict[float, list[float]]:
+    """ε → what the runs reached."""
+    curve: dict[float, list[float]] = {}
+    for value in experiment.targets.values:
+        for run in cell_runs(name, experiment, row, value, results):
+            curve.setdefault(round(run["epsilon"] or 0.0, 2), []).append(run[experiment.metric])
+    return curve
+
+
+def distance_table(name: str, experiment: ChoosingExperiment, results: Results) -> str:
+    """Each candidate's distances, and how well each measure orders the accuracies."""
+    comparisons = [row for row in results.rows if "unprivate_ranking" in row]
+    if not comparisons:
+        return ""
+    candidates = list(experiment.data.public)
+    target = experiment.targets.values[0]
+    reached = {}
+    for row, section in experiment.rows.items():
+        for public in section.public:
+            runs = cell_runs(name, experiment, row, target, results)
+            if runs:
+                reached[public] = statistics.mean(run[experiment.metric] for run in runs)
+    columns = {
+        f"{label}, {model}": values
+        for key, label in MEASURES.items()
+        for model in MODELS
+        if (values := _means(comparisons, model, key, candidates))
+    }
+    lines = [_line(["public data", *columns]), _line(["---"] * (len(columns) + 1))]
+    for each in sorted(candidates, key=lambda c: -reached.get(c, 0.0)):
+        cells = (f"{values[each]:.3g}" if each in values else "" for values in columns.values())
+        lines.append(_line([each, *cells]))
+    correlations = [
+        f"{spearmanr([v[c] for c in reached], list(reached.values()))[0]:+.2f}"
+        if len(reached) > 2 and set(reached) <= set(v)
+        else "—"
+        for v in columns.values()
+    ]
+    lines.append(_line(["**Spearman's ρ with accuracy**", *correlations]))
+    picked = ", ".join(
+        f"{model}: " + ", ".join(str(row["choice"]) for row in comparisons if row["model"] == model)
+        for model in MODELS
+    )
+    settings = experiment.distances
+    return (
+        "\n".join(lines)
+        + f"\n\n`choose_public` at ε = {settings.choice_epsilon:g}, on a Poisson sample of about "
+        f"{2 * settings.samples:,} records, by seed: {picked}.\n"
+    )
+
+
+def _means(
+    comparisons: Sequence[dict[str, Any]], model: str, key: str, candidates: Sequence[str]
+) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for comparison in comparisons:
+        for row in comparison["unprivate_ranking"]["rows"]:
+            value = row[f"unprivate_{key}"]
+            if comparison["model"] == model and row["name"] in candidates and value is not None:
+                found.setdefault(row["name"], []).append(value)
+    return {name: statistics.mean(values) for name, values in found.items()}
+
+
+def _made(results: Results) -> str:
+    """What the results were made with, in a sentence."""
+    made = [row["made"] for row in results.rows if "made" in row]
+    if not made:
+        return ""
+
+    def several(key: str) -> str:
+        return ", ".join(dict.fromkeys(m[key] for m in made))
+
+    torches = ", ".join(dict.fromkeys(m["versions"]["torch"] for m in made))
+    dates = sorted(m["date"][:10] for m in made)
+    return (
+        f"{len(results.rows):,} runs in all, {dates[0]} to {dates[-1]}; {several('hardware')}; "
+        f"torch {torches}."
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

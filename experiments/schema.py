@@ -1,0 +1,183 @@
+"""What a training experiment's YAML file says: the data, the model, and the rows of a table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from dpspan.config.methods import AnyMethod
+from dpspan.config.models import AnyModel
+from dpspan.config.training import (
+    AdamSection,
+    AnySchedule,
+    AnyTrainable,
+    ConstantSection,
+    SgdSection,
+    WarmStartSection,
+)
+from dpspan.section import Count, Numbers, Positive, Section, Share, Texts
+from experiments.data import AnyData
+
+NON_PRIVATE, PUBLIC_ONLY = "non-private", "public only"
+
+
+class Sgd(SgdSection):
+    """SGD at each of a row's learning rates."""
+
+    learning_rate: Positive = 1.0
+
+
+class Adam(AdamSection):
+    """Adam at each of a row's learning rates."""
+
+    learning_rate: Positive = 1.0
+
+
+class Training(Section):
+    """How a row is trained. The learning rate falls by epoch; `epochs` may differ by target.
+
+    `views` are randomly shifted and mirrored copies of an image, whose gradients are averaged
+    before the clip. `averaging` is the decay of an exponential average of the weights over steps,
+    which is then what is tested; 0 tests the last ones.
+    """
+
+    epochs: Count | dict[float, Count]
+    batch_size: Count
+    optimizer: Annotated[Sgd | Adam, Field(discriminator="name")]
+    schedule: AnySchedule = ConstantSection()
+    views: Count = 1
+    averaging: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def epochs_at(self, target: float | None) -> int:
+        """How many."""
+        return self.epochs if isinstance(self.epochs, int) else self.epochs[target or 0.0]
+
+
+class Pretraining(Section):
+    """Training on another, public file first, by Adam; layers of another shape start anew."""
+
+    file: str
+    classes: Count = 10
+    epochs: Count = 3
+    batch_size: Count = 250
+    learning_rate: Positive = 1e-3
+
+
+class Row(Section):
+    """One row of a table.
+
+    `rates` are the learning rates to search among, or the row whose rate is taken. `paper` has the
+    paper's numbers by target, in per cent. What is left out is the experiment's.
+    """
+
+    method: AnyMethod | Literal["non-private", "public only"]
+    rates: Annotated[Numbers, Field(min_length=1)] | str = (1.0,)
+    model: AnyModel | None = None
+    training: Training | None = None
+    trainable: AnyTrainable | None = None
+    pretraining: Pretraining | None = None
+    warm_start: WarmStartSection | None = None
+    paper: dict[float, float] = Field(default_factory=dict)
+
+    @property
+    def private(self) -> bool:
+        """Whether it has a price."""
+        return not isinstance(self.method, str)
+
+    @property
+    def public(self) -> set[str]:
+        """The names of the public data that it uses."""
+        names = [getattr(self.method, "public", None), self.warm_start and self.warm_start.public]
+        return {name for name in names if name}
+
+
+class Targets(Section):
+    """What each private row is run at: some ε, or some noise multipliers."""
+
+    epsilon: Numbers = ()
+    noise_multiplier: Numbers = ()
+    delta: Share = 1e-5
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if bool(self.epsilon) == bool(self.noise_multiplier):
+            raise PydanticCustomError("one_of", "Expected epsilon or noise_multiplier.")
+        return self
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Of whichever is given."""
+        return self.epsilon or self.noise_multiplier
+
+    @property
+    def symbol(self) -> str:
+        """For headings."""
+        return "ε" if self.epsilon else "σ"
+
+
+class TrainingExperiment(Section):
+    """A table: every row at every target, with several seeds.
+
+    With `attack`, training samples are always held out, as the non-members of a membership attack.
+    """
+
+    kind: Literal["training", "choosing"] = "training"
+    title: str
+    paper: str
+    about: str
+    notes: Texts = ()
+    data: AnyData
+    model: AnyModel
+    training: Training
+    targets: Targets
+    seeds: Count = 3
+    metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy"
+    attack: bool = False
+    rows: dict[str, Row] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        for name, row in self.rows.items():
+            missing = row.public - set(self.data.public)
+            if missing:
+                self._refuse(name, f"Expected public data under data.public, got {missing}.")
+            if row.private and row.method.needs_public and not row.method.public:  # type: ignore[union-attr]
+                self._refuse(name, "Expected method.public.")
+            if row.method == PUBLIC_ONLY and row.warm_start is None:
+                self._refuse(name, "Expected a warm_start: that is how public data are used.")
+            if isinstance(row.rates, str) and row.rates not in self.rows:
+                self._refuse(name, f"Expected rates or another row's name, got '{row.rates}'.")
+        return self
+
+    def _refuse(self, row: str, message: str) -> None:
+        raise PydanticCustomError("refused", "{message}", {"message": f"rows.{row}: {message}"})
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """What a row's results depend on, besides target, rate and seed."""
+        row = self.rows[name]
+        used = {key: self.data.public[key].model_dump(mode="json") for key in sorted(row.public)}
+        return {
+            "data": {**self.data.model_dump(mode="json", exclude={"public"}), "public": used},
+            "model": (row.model or self.model).model_dump(mode="json"),
+            "training": (row.training or self.training).model_dump(mode="json"),
+            "row": row.model_dump(
+                mode="json", exclude={"rates", "model", "training", "paper"}, exclude_none=True
+            ),
+            "targets": self.targets.symbol,
+            "delta": self.targets.delta,
+            "attack": self.attack,
+        }
+
+    def digest(self, name: str) -> str:
+        """Of the settings: results of other settings are not taken for this row's."""
+        text = json.dumps(self.settings(name), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def searched(self, name: str) -> tuple[str, tuple[float, ...]]:
+        """The row whose search settles the learning rate, and its grid."""
+        rates = self.rows[name].rates
+        return self.searched(rates) if isinstance(rates, str) else (name, rates)

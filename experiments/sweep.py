@@ -1,0 +1,73 @@
+"""All runs of a training experiment: learning rates first, then the seeds that are reported."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from experiments.one_run import Run, train
+from experiments.runner import Place, Results, best_of, execute
+from experiments.schema import TrainingExperiment
+
+TUNING_SEED = 1000
+
+
+def sweep(
+    name: str,
+    experiment: TrainingExperiment,
+    results: Results,
+    place: Place,
+    rows: list[str] | None = None,
+    seeds: int | None = None,
+) -> None:
+    """Make every run that is missing; of some rows or with fewer seeds, if asked."""
+    work = partial(train, experiment=experiment, place=place)
+    cells = [
+        (row, target)
+        for row, target in all_cells(experiment)
+        if not rows or any(row.startswith(start) for start in rows)
+    ]
+    search = [run for cell in cells for run in searched(name, experiment, *cell)]
+    execute(search, results, work, place.jobs, f"{name}: learning rates")
+    final = [
+        run
+        for cell in cells
+        for run in reported(name, experiment, *cell, results, seeds or experiment.seeds)
+    ]
+    # Seed by seed: whatever is cut short has all rows.
+    execute(sorted(final, key=lambda r: r.seed), results, work, place.jobs, f"{name}: runs")
+
+
+def all_cells(experiment: TrainingExperiment) -> list[tuple[str, float | None]]:
+    """Every row at every target that it has."""
+    return [
+        (name, target)
+        for name, row in experiment.rows.items()
+        for target in (experiment.targets.values if row.private else (None,))
+    ]
+
+
+def searched(
+    name: str, experiment: TrainingExperiment, row: str, target: float | None
+) -> list[Run]:
+    """The runs that settle a learning rate; none where there is nothing to choose."""
+    source, rates = experiment.searched(row)
+    if len(rates) == 1:
+        return []
+    digest = experiment.digest(source)
+    return [Run(name, source, target, rate, TUNING_SEED, True, digest) for rate in rates]
+
+
+def reported(
+    name: str,
+    experiment: TrainingExperiment,
+    row: str,
+    target: float | None,
+    results: Results,
+    seeds: int,
+) -> list[Run]:
+    """The runs of a cell at the learning rate that was found."""
+    search = searched(name, experiment, row, target)
+    _, rates = experiment.searched(row)
+    rate = best_of(search, results, experiment.metric) if search else rates[0]
+    digest = experiment.digest(row)
+    return [Run(name, row, target, rate, seed, False, digest) for seed in range(seeds)]
