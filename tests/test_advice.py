@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import sys
 from typing import Any, Never
 
 import pytest
@@ -14,11 +16,12 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpspan import DPSGD, GEP, Budget, WarmStart
+from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart, calibrate
 from dpspan.advice import Advice, Trial, advise, usual_contenders
 from dpspan.advice.results import conclude
 from dpspan.advice.stand_in import public_of, rehearsal
 from dpspan.comparison import Contender, Task
+from dpspan.events import pure_event
 from dpspan.public import PublicData, fingerprints
 
 
@@ -114,6 +117,28 @@ class TestAdvise:
         assert free.mean < 0.7 < 0.9 < plain.mean
         assert advice.recommended != "public only"
 
+    def test_the_noise_is_that_of_the_real_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever is paid before, whichever accountant, and as many records as the task says."""
+        noises: dict[str, float] = {}
+
+        def note(task: Task, contender: Contender, seed: int, noise: float, rate: float) -> float:
+            noises[contender.name] = noise * task_.batch_size / task.batch_size
+            return 0.5
+
+        monkeypatch.setattr(sys.modules[advise.__module__], "rehearse", note)
+        task_ = task_of(blobs(200, 0), records=400, accountant="rdp")
+        ledger = Ledger()
+        ledger.charge(pure_event(0.4))
+        paying = dataclasses.replace(PLAIN, name="paying", paid=ledger.state_dict())
+        advice = advise(task_, [PLAIN, paying], rates=(1.0,), folds=3)
+        shared = {"target_delta": 1e-5, "sample_rate": 0.25, "steps": 8, "accountant": "rdp"}
+        assert noises["DP-SGD"] == pytest.approx(calibrate(1.0, **shared))
+        assert noises["paying"] == pytest.approx(calibrate(1.0, **shared, spent=ledger))
+        assert noises["paying"] > 1.1 * noises["DP-SGD"]
+        (note_,) = [n for n in advice.notes if "“paying”" in n]
+        assert note_.startswith("What these pay beside their steps, ε = 0.403 alone, is taken off")
+        assert "“DP-SGD”" not in note_
+
     @pytest.mark.parametrize("public", [None, blobs(40, 0)[0]])
     def test_without_labels_no_advice_is_free(self, public: Any) -> None:
         with pytest.raises(ValueError, match="Expected labelled public data to rehearse on"):
@@ -160,10 +185,10 @@ class TestRehearsal:
         batch = max(1, round(rate * records))
         task = task_of(blobs(20, 0), batch_size=batch)
         scene = rehearsal(
-            task, PublicData.of(blobs(count, 1)), records=records, noise_multiplier=noise,
+            task, PublicData.of(blobs(count, 1)), records=records,
             fold=fold, keep_public=True, others=(),
         )  # fmt: skip
-        real, rehearsed = noise / batch, scene.noise_multiplier / scene.task.batch_size
+        real, rehearsed = noise / batch, scene.noise(noise) / scene.task.batch_size
         assert rehearsed == pytest.approx(real)
         assert scene.sample_rate == batch / records
         assert len(scene.task.private) <= records  # type: ignore[arg-type]
@@ -171,7 +196,7 @@ class TestRehearsal:
     def test_parts_share_no_sample(self) -> None:
         source = PublicData.of(blobs(200, 1))
         scene = rehearsal(
-            task_of(blobs(20, 0)), source, records=300, noise_multiplier=1.0,
+            task_of(blobs(20, 0)), source, records=300,
             fold=1, keep_public=True, others=(),
         )  # fmt: skip
         assert scene.public is not None
@@ -185,7 +210,7 @@ class TestRehearsal:
         stand_in = blobs(200, 1)
         other = PublicData.of((stand_in[0][:60], stand_in[1][:60]))
         scene = rehearsal(
-            task_of(blobs(20, 0)), PublicData.of(stand_in), records=300, noise_multiplier=1.0,
+            task_of(blobs(20, 0)), PublicData.of(stand_in), records=300,
             fold=0, keep_public=False, others=(other,),
         )  # fmt: skip
         assert scene.public is None
@@ -195,7 +220,7 @@ class TestRehearsal:
     def test_contenders_get_the_public_part(self) -> None:
         public = blobs(60, 0)
         scene = rehearsal(
-            task_of(public), PublicData.of(public), records=60, noise_multiplier=1.0,
+            task_of(public), PublicData.of(public), records=60,
             fold=0, keep_public=True, others=(),
         )  # fmt: skip
         start = WarmStart(data=public)
@@ -265,7 +290,7 @@ class TestConclusion:
 
 def test_the_stand_in_is_a_plain_dataset() -> None:
     scene = rehearsal(
-        task_of(blobs(20, 0)), PublicData.of(blobs(100, 1)), records=100, noise_multiplier=1.0,
+        task_of(blobs(20, 0)), PublicData.of(blobs(100, 1)), records=100,
         fold=0, keep_public=False, others=(),
     )  # fmt: skip
     assert isinstance(scene.task.test, TensorDataset)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart
@@ -29,6 +32,7 @@ from dpspan.comparison import (
 )
 from dpspan.comparison.compare import folder_of
 from dpspan.comparison.verdicts import difference
+from dpspan.config.training import StepsSection
 from dpspan.events import event_from_json, pure_event
 
 COMPARE = sys.modules[folder_of.__module__]  # the package shows the function of that name
@@ -58,6 +62,7 @@ def task_of(**changes: Any) -> Task:
         "epochs": 2,
         "budget": BUDGET,
         "public": blobs(20, 2),
+        "test_is_public": True,
     }
     settings.update(changes)
     if settings["public"] is not None and "warm_start" not in settings:
@@ -120,6 +125,18 @@ class TestBaselines:
             ({}, "Expected a method or a warm_start for 'x'"),
             ({"method": DPSGD(), "learning_rate": -1.0}, "Expected learning_rate > 0, got -1.0"),
             ({"method": DPSGD(), "learning_rate": 1.0, "momentum": 1.0}, "momentum < 1, got 1.0"),
+            (
+                {"method": DPSGD(), "learning_rate": 1.0, "momentum": 0.5, "optimizer": Adam},
+                "Expected momentum without an optimizer, got both for 'x'",
+            ),
+            (
+                {"method": DPSGD(), "learning_rate": 1.0, "optimizer": lambda p, lr: None},
+                "Expected optimizer to make a torch optimizer, got None",
+            ),
+            (
+                {"method": DPSGD(), "learning_rate": 1.0, "schedule": lambda step, steps: -1.0},
+                r"Expected a schedule of finite factors >= 0, got \[-1.0\]",
+            ),
         ],
     )
     def test_contenders_are_checked(self, wrong: dict[str, Any], message: str) -> None:
@@ -192,6 +209,25 @@ class TestRuns:
         assert done == ["DP-SGD"]
         assert kept.read_bytes() == before
 
+    def test_no_summary_tells_less_than_was_released(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task = task_of(public=None, accountant="rdp")
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        done: list[int] = []
+
+        def interrupted(*job: Any) -> Any:
+            if done:
+                raise KeyboardInterrupt
+            done.append(job[2])
+            return training.train(*job)
+
+        monkeypatch.setattr(COMPARE, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compare(task, [PLAIN], out=tmp_path, seeds=(0, 1, 2))
+        assert folder_of(tmp_path, "DP-SGD", 1).exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["dp-sgd"]
+
     def test_a_run_that_cannot_be_written_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -248,13 +284,23 @@ class TestRuns:
 
     def test_private_test_records_are_named_so(self, tmp_path: Path) -> None:
         comparison = compare(task_of(test_is_public=False), [PLAIN], out=tmp_path, seeds=(0,))
+        assert "NOT PRIVATE" in verdicts(comparison)[0]
         assert comparison.unprivate
         for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")]:
             assert '"test_accuracy' not in path.read_text()
             assert '"value"' not in path.read_text()
         assert "NOT PRIVATE" in _printed(comparison)
-        certificate = read(folder_of(tmp_path, "DP-SGD", 0) / "certificate.json")
-        assert any(warning.startswith("unprivate:") for warning in certificate["warnings"])
+        assert f"the best of them, costs ε = {comparison.epsilon_together:.2f}" in " ".join(
+            _printed(comparison).split()
+        )
+        for name in ("DP-SGD", "public only"):
+            certificate = read(folder_of(tmp_path, name, 0) / "certificate.json")
+            assert any(warning.startswith("unprivate:") for warning in certificate["warnings"])
+
+    def test_test_records_are_private_unless_declared_public(self) -> None:
+        data = TensorDataset(*blobs(20, 0))
+        task = Task(model=network, private=data, test=data, batch_size=5, epochs=1, budget=BUDGET)
+        assert not task.test_is_public
 
     @pytest.mark.slow
     def test_in_processes(self, tmp_path: Path) -> None:
@@ -262,7 +308,133 @@ class TestRuns:
         assert all(len(row.results) == 2 for row in comparison.rows)
 
 
+def halved(step: int, steps: int) -> float:
+    return 1.0 if step < steps / 2 else 0.5
+
+
+class Watched:
+    """Makes an optimizer that notes its rates after each call of step that did something."""
+
+    def __init__(self, make: Callable[..., Optimizer]) -> None:
+        self._make = make
+        self.rates: list[Any] = []
+        self.calls = 0
+
+    def __call__(self, parameters: Any, lr: float) -> Optimizer:
+        made = self._make(parameters, lr=lr)
+        made.register_step_post_hook(self._note)
+        return made
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        self.calls += 1
+        if optimizer.param_groups[0]["params"][0].grad is not None:
+            rates = tuple(group["lr"] for group in optimizer.param_groups)
+            self.rates.append(rates if len(rates) > 1 else rates[0])
+
+
+def contender_with(optimizer: Any) -> Contender:
+    return Contender(
+        name="a", method=DPSGD(), learning_rate=0.1, optimizer=optimizer, schedule=halved
+    )
+
+
+class TestSteps:
+    def test_any_optimizer_and_schedule(self) -> None:
+        adam = Watched(Adam)
+        outcome = training.train(task_of(public=None, accountant="rdp"), contender_with(adam), 0)
+        assert adam.rates == [0.1] * 4 + [0.05] * 4  # 2 epochs of 4 steps
+        assert outcome.certificate["steps"] == 8
+
+    def test_rates_of_groups_keep_their_ratio(self) -> None:
+        def grouped(parameters: Any, lr: float) -> Optimizer:
+            first, *others = parameters
+            return SGD([{"params": [first], "lr": 10 * lr}, {"params": others}], lr=lr)
+
+        sgd, task = Watched(grouped), task_of(public=None, epochs=1, accountant="rdp")
+        training.train(task, contender_with(sgd), 0)
+        assert sgd.rates == [(1.0, 0.1)] * 2 + [(0.5, 0.05)] * 2
+
+    def test_they_tell_runs_apart(self) -> None:
+        changes: list[dict[str, Any]] = [
+            {},
+            {"momentum": 0.9},
+            {"optimizer": Adam},
+            {"optimizer": functools.partial(Adam, weight_decay=0.1)},
+            {"optimizer": lambda p, lr: Adam(p, lr=lr, betas=(0.5, 0.9))},
+            {"optimizer": lambda p, lr: Adam(p, lr=lr, betas=(0.6, 0.9))},
+            {"schedule": lambda step, steps: 1 - step / steps},
+            {"schedule": StepsSection(at=(0.51,)).factor},
+            {"schedule": StepsSection(at=(0.52,)).factor},
+        ]
+
+        def described() -> list[str]:
+            contenders = [
+                Contender(name="a", method=DPSGD(), learning_rate=0.1, **c) for c in changes
+            ]
+            return [json.dumps(contender.describe()) for contender in contenders]
+
+        assert described() == described()
+        assert len(set(described())) == len(changes)
+
+    def test_a_batch_in_pieces_is_one_step(self) -> None:
+        adam = Watched(Adam)
+        task = task_of(public=None, epochs=1, physical_batch_size=7, accountant="rdp")
+        outcome = training.train(task, contender_with(adam), 0)
+        assert outcome.certificate["steps"] == outcome.metrics[-1]["step"] == 4
+        assert adam.calls > 4
+        assert adam.rates == [0.1, 0.1, 0.05, 0.05]
+
+    def test_no_private_record_meets_weights_that_diverged(self) -> None:
+        met: list[float] = []
+
+        def note(layer: nn.Module, _: Any) -> None:
+            if layer.training:
+                met.append(float(layer.weight.detach().abs().max()))  # type: ignore[operator]
+
+        def watched() -> nn.Module:
+            layer = network()
+            layer.register_forward_pre_hook(note)
+            return layer
+
+        wild = Contender(name="a", method=DPSGD(), learning_rate=1e12)
+        outcome = training.train(task_of(public=None, model=watched, accountant="rdp"), wild, 0)
+        assert outcome.certificate["steps"] == 1
+        assert max(met) < 1e6
+        assert outcome.diverged is not None
+
+    def test_models_are_trained_where_they_are_told_to(self) -> None:
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            training.train(task_of(public=None, device="meta"), PLAIN, 0)
+
+
 class TestPrice:
+    def test_public_number_of_records(self, tmp_path: Path) -> None:
+        task = task_of(public=None, records=500)  # of about 500, there are 200
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        certificate = read(folder_of(tmp_path, "DP-SGD", 0) / "certificate.json")
+        (entry,) = certificate["events"]
+        assert entry["event"]["sampling_probability"] == 0.1
+        assert entry["count"] == 20
+        assert certificate["training"]["expected_batch_size"] == 50
+        assert "200" not in json.dumps(certificate["training"])
+        with pytest.raises(ValueError, match="records is 500 there, 400 here"):
+            compare(task_of(public=None, records=400), [PLAIN], out=tmp_path, seeds=(0,))
+
+    def test_the_accountant_of_the_task(self, tmp_path: Path) -> None:
+        task = task_of(accountant="rdp")
+        comparison = compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        for path in tmp_path.rglob("certificate.json"):
+            assert read(path)["accountant"]["chosen"] == "rdp"
+        spent = read(folder_of(tmp_path, "DP-SGD", 0) / "certificate.json")
+        events = [(event_from_json(e["event"]), e["count"]) for e in spent["events"]]
+        assert account(events, BUDGET.delta, "rdp").epsilon == pytest.approx(5.0, abs=2e-3)
+        assert comparison.row("DP-SGD").epsilon == spent["epsilon"]
+
+    def test_runs_about_something_else_are_not_taken_for_done(self, tmp_path: Path) -> None:
+        compare(task_of(public=None, about={"data": "a"}), [PLAIN], out=tmp_path, seeds=(0,))
+        with pytest.raises(ValueError, match=r"about is {'data': 'a'} there, {'data': 'b'} here"):
+            compare(task_of(public=None, about={"data": "b"}), [PLAIN], out=tmp_path, seeds=(0,))
+
     def test_together_counts_every_run(self, compared: tuple[Path, Comparison]) -> None:
         tmp_path, comparison = compared
         events = [
@@ -420,10 +592,10 @@ class TestResults:
 
     def test_table_and_picture(self, tmp_path: Path) -> None:
         comparison = _comparison(_row("DP-SGD", [0.5, 0.6, 0.7]))
-        text = _printed(comparison)
+        text = " ".join(_printed(comparison).split())
         assert "60.0 ± 10.0" in text
         assert "50.0% … 70.0%" in text
-        assert "publishing every run costs ε = 3.00" in text
+        assert "publishing every run, or the best of them, costs ε = 3.00" in text
         assert comparison.plot(tmp_path / "plot.png").stat().st_size > 5000
 
     def test_unknown_row(self) -> None:

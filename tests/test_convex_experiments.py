@@ -15,7 +15,6 @@ from experiments import dimension, tables
 from experiments.catalogue import load
 from experiments.runner import Place, Results
 
-
 TABLES, DIMENSION = load("tables"), load("dimension")
 
 

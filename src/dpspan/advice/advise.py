@@ -16,25 +16,25 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dpspan.accounting import calibrate
+from dpspan.accounting import account
 from dpspan.advice.results import Advice, Trial, conclude
 from dpspan.advice.stand_in import Rehearsal, public_of, rehearsal
 from dpspan.advice.usual import usual_contenders
 from dpspan.checks import check_count, expect
 from dpspan.comparison import Contender, Task, with_baselines
-from dpspan.comparison.training import rehearse
+from dpspan.comparison.training import Spent, calibrated, rehearse, spent_by
 from dpspan.public import PublicData
 from dpspan.sampling import PoissonDraw
 
 RATES = (0.1, 0.25, 0.5, 1.0, 2.0)
-Job = tuple[Rehearsal, Contender, int]
+Job = tuple[Rehearsal, Contender, float, int]  # with z of the real run, and a seed
 
 
 def advise(
     task: Task,
     contenders: Sequence[Contender] | None = None,
     *,
-    records: int,
+    records: int | None = None,
     stand_in: object = None,
     rates: Sequence[float] = RATES,
     folds: int = 4,
@@ -46,15 +46,40 @@ def advise(
     Args:
         task: as for `compare`; its private and test records are not touched.
         contenders: what to try, whatever their learning rates; `usual_contenders(task)` by default.
-        records: how many private records there are, roughly, if that is public.
+            What one of them has `paid`, or will, is taken off its budget.
+        records: how many private records there are, roughly, if that is public; by default the
+            task's.
         stand_in: labelled public data that differ from the public data as the private data do. By
             default the public data itself is cut into parts, one of which plays the private data.
         rates: learning rates to try.
         folds: ways to cut the stand-in; the first finds the rates, the others tell how good.
         jobs: trainings at a time, in processes of their own.
         console: where the progress bar goes; none without one.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> x, y = torch.randn(800, 4), torch.arange(800) % 2
+        >>> public = x[400:], y[400:]
+        >>> task = dpspan.Task(
+        ...     model=lambda: nn.Linear(4, 2),
+        ...     private=TensorDataset(x[:400], y[:400]),
+        ...     test=TensorDataset(*public),
+        ...     batch_size=50,
+        ...     epochs=2,
+        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
+        ...     public=public,
+        ...     warm_start=dpspan.WarmStart(data=public, max_epochs=5),
+        ... )
+        >>> method = dpspan.DPSGD(clip=1.0)
+        >>> contender = dpspan.Contender(name="DP-SGD", method=method, learning_rate=0.5)
+        >>> advice = dpspan.advise(task, [contender], records=400, rates=(0.5,), folds=3)
+        >>> advice.recommended in {"public only", "DP-SGD", "warm start + DP-SGD"}
+        True
     """
-    check_count("records", records)
+    records = check_count("records", task.records if records is None else records)
     expect(task.batch_size <= records, f"batch_size of at most {records}", task.batch_size)
     expect(isinstance(folds, int) and folds >= 3, "folds an int of at least 3", folds)
     expect(bool(rates) and all(rate > 0 for rate in rates), "learning rates > 0", rates)
@@ -69,23 +94,30 @@ def advise(
     everyone = with_baselines(task, usual_contenders(task) if contenders is None else contenders)
     rate = task.batch_size / records
     steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
-    noise = calibrate(task.budget.epsilon, task.budget.delta, rate, steps)
     others = tuple(data for c in everyone for data in public_of(c)) if stand_in is not None else ()
     scenes = [
         rehearsal(
-            task, source, records=records, noise_multiplier=noise, fold=fold,
-            keep_public=stand_in is None, others=tuple({d.digest: d for d in others}.values()),
+            task, source, records=records, fold=fold, keep_public=stand_in is None,
+            others=tuple({d.digest: d for d in others}.values()),
         )
         for fold in range(folds)
     ]  # fmt: skip
     tuned = [c for c in everyone if c.method is not None]
-    first = [(scenes[0], dataclasses.replace(c, learning_rate=r), 0) for c in tuned for r in rates]
+    noise = {
+        c.name: calibrated(task.budget, spent_by(c), rate, steps, task.accountant) for c in tuned
+    }
+    first = [
+        (scenes[0], dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
+        for c in tuned
+        for r in rates
+    ]
     with _workers(jobs, console, len(first) + len(everyone) * (folds - 1)) as run:
         reached = iter(run(first))
         best = {c.name: max((next(reached), r) for r in rates)[1] for c in tuned}
+        settled = [dataclasses.replace(c, learning_rate=best.get(c.name)) for c in everyone]
         final = [
-            (scenes[fold], dataclasses.replace(c, learning_rate=best.get(c.name)), fold)
-            for c in everyone
+            (scenes[fold], c, noise.get(c.name, 0.0), fold)
+            for c in settled
             for fold in range(1, folds)
         ]
         values = iter(run(final))
@@ -101,7 +133,8 @@ def advise(
             )
             for c in everyone
         )
-    return conclude(trials, _notes(trials, scenes[0], records, stand_in is None))
+    notes = _notes(trials, scenes[0], records, stand_in is None)
+    return conclude(trials, (*notes, *_paid(task, everyone)))
 
 
 def _notes(
@@ -126,11 +159,24 @@ def _notes(
     return tuple(notes)
 
 
-def _work(job: Job) -> float:
-    scene, contender, seed = job
-    return rehearse(
-        scene.task, scene.contender(contender), seed, scene.noise_multiplier, scene.sample_rate
+def _paid(task: Task, contenders: Sequence[Contender]) -> tuple[str, ...]:
+    """What the budgets were lowered by; all of it is public."""
+    payers: dict[Spent, list[str]] = {}
+    for contender in contenders:
+        if spent := spent_by(contender):
+            payers.setdefault(spent, []).append(f"“{contender.name}”")
+    return tuple(
+        f"What these pay beside their steps, ε = "
+        f"{account(spent, task.budget.delta, task.accountant).epsilon:.3g} alone, is taken off "
+        f"their budget: {', '.join(names)}."
+        for spent, names in payers.items()
     )
+
+
+def _work(job: Job) -> float:
+    scene, contender, noise, seed = job
+    changed = scene.contender(contender)
+    return rehearse(scene.task, changed, seed, scene.noise(noise), scene.sample_rate)
 
 
 class _Run:

@@ -31,8 +31,12 @@ class Rehearsal:
 
     task: Task
     public: PublicData | None  # None: the contenders' own public data are used as they are
-    noise_multiplier: float
     sample_rate: float
+    planned: int  # expected batch size of the real run
+
+    def noise(self, noise_multiplier: float) -> float:
+        """z' for the z of the real run."""
+        return noise_multiplier * self.task.batch_size / self.planned
 
     def contender(self, original: Contender) -> Contender:
         """The contender with the public data of this fold."""
@@ -46,7 +50,7 @@ class Rehearsal:
         start = original.warm_start
         if start is not None:
             start = dataclasses.replace(start, data=self.public)
-        return dataclasses.replace(original, method=method, warm_start=start, paid=None)
+        return dataclasses.replace(original, method=method, warm_start=start)
 
 
 def rehearsal(
@@ -54,7 +58,6 @@ def rehearsal(
     stand_in: PublicData,
     *,
     records: int,
-    noise_multiplier: float,
     fold: int,
     keep_public: bool,
     others: tuple[PublicData, ...],
@@ -92,8 +95,8 @@ def rehearsal(
     return Rehearsal(
         task=rehearsed,
         public=part,
-        noise_multiplier=noise_multiplier * batch / task.batch_size,
         sample_rate=rate,
+        planned=task.batch_size,
     )
 
 

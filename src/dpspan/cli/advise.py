@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ def advise_command(
         int | None, typer.Option(help="Number of private records, if data.records does not say it.")
     ] = None,
     public: Annotated[
-        str | None, typer.Option(help="Which of data.public the run would use; the first one.")
+        str | None, typer.Option(help="Which of data.public the run would use, if not CONFIG's.")
     ] = None,
     stand_in: Annotated[
         str | None, typer.Option(help="Which of data.public plays the private data.")
@@ -27,11 +28,11 @@ def advise_command(
 ) -> None:
     """Rehearse on public data what CONFIG would do, and recommend a method. Costs no privacy.
 
-    The private data are not opened.
+    The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
+    schedule, with learning rates around its own.
     """
-    from dpspan.advice import advise
-    from dpspan.cli.tasks import Untouched, budget_of, model_factory, warm_start_of
-    from dpspan.comparison import Task
+    from dpspan.advice import RATES, advise, usual_contenders
+    from dpspan.cli.tasks import Untouched, contender_of, planned_choice, task_of, warm_start_of
     from dpspan.config import load_config
     from dpspan.data import load
     from dpspan.public import PublicData
@@ -48,27 +49,44 @@ def advise_command(
     if not loaded:
         raise ValueError("Expected data.public: advice is found on labelled public data.")
     data = {name: PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
-    used = next(iter(data)) if public is None else public
+    start = None if settings.warm_start is None else settings.warm_start.public
+    used = public or getattr(settings.method, "public", None) or start or next(iter(data))
     for name in (used, *([] if stand_in is None else [stand_in])):
         if name not in data:
             raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
-    task = Task(
-        model=model_factory(settings, loaded[used]),
+    task = task_of(
+        settings,
+        like=loaded[used],
         private=Untouched(),
         test=Untouched(),
-        batch_size=settings.training.batch_size,
-        epochs=settings.training.epochs,
-        budget=budget_of(settings),
         public=data[used],
         warm_start=warm_start_of(settings, data),
     )
+    paid = planned_choice(settings)
+    own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
+    others = [
+        dataclasses.replace(
+            c,
+            optimizer=own.optimizer,
+            schedule=own.schedule,
+            paid=paid if getattr(c.method, "public", None) else None,
+        )
+        for c in usual_contenders(task)
+    ]
+    assert own.learning_rate is not None
+    middle = RATES[len(RATES) // 2]
     advice = advise(
         task,
+        [own, *others],
         records=records,
         stand_in=None if stand_in is None else data[stand_in],
+        rates=[own.learning_rate * rate / middle for rate in RATES],
         folds=folds,
         console=None if as_json else err(),
     )
+    if settings.choose is not None:
+        note = f"The private choice may fall on other public data than “{used}”, used here."
+        advice = dataclasses.replace(advice, notes=(*advice.notes, note))
     if as_json:
         print_json(advice.to_dict())
     else:

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, out, print_json
+from dpspan.cli.app import Json, app, out, print_json, say
+from dpspan.strict_json import plain
+
+_NOTE = "unprivate: an audit (membership inference) of the model was made on private records"
 
 
 @app.command(name="audit")
@@ -15,7 +18,12 @@ def audit_command(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
     as_json: Json = False,
 ) -> None:
-    """Can the members of RUN's training data be told by their loss? The answer is NOT private."""
+    """Can the members of RUN's training data be told by their loss? The answer is NOT private.
+
+    It is kept in audit.json, and RUN's certificate and reports will say that it was asked for.
+    """
+    from dataclasses import asdict
+
     from dpspan.audit import membership_inference
     from dpspan.config import load_config
     from dpspan.config.models import load_weights
@@ -36,8 +44,12 @@ def audit_command(
     result = membership_inference(
         parts.model, parts.private.tensors, parts.test.tensors, seed=settings.training.seed
     )
+    outcome = {f"unprivate_{name}": value for name, value in asdict(result).items()}
+    with folder.locked():
+        folder.warn(_NOTE)  # on record before anybody sees the outcome
+        folder.write_json(folder.audit, plain(outcome))
     if as_json:
-        print_json({"private": False, **result.describe()})
+        print_json({"private": False, **outcome})
         return
     low, high = result.confidence
     out().print(
@@ -46,3 +58,4 @@ def audit_command(
         "high rate proves a leak; a rate near 50 % proves nothing, as better attacks may succeed.",
         soft_wrap=True,
     )
+    say(f"{folder.audit} holds this, and must not be published; the certificate mentions it.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +14,10 @@ from dpspan.cli.app import Json, app, err, out, print_json, say
 if TYPE_CHECKING:
     from dpspan.comparison import Contender
     from dpspan.config import Config
+    from dpspan.run.parts import Parts
 
-_SHARED = ("data", "model", "budget")
+_SHARED = ("data", "model", "trainable", "budget")
+_SHARED_TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
 
 
 @app.command(name="compare")
@@ -26,42 +29,52 @@ def compare_command(
 ) -> None:
     """Train CONFIGS at the same budget, with several seeds each. Every run is a release.
 
-    Data, model, budget, epochs and batch size must be the same in all of them. DP-SGD is added if
-    it is not there, and so are public data only and a warm start where there are public labels.
+    What is learnt, for how long and at what price must be the same in all of them: data, model,
+    trainable, budget, epochs, batch size. Their output sections are not used. DP-SGD is added if it
+    is not there, and so are public data only and a warm start where there are public labels.
     """
-    from dpspan.cli.tasks import budget_of, contender_of, model_factory
-    from dpspan.comparison import Task, compare, verdicts
-    from dpspan.config import load_config
+    from dpspan.cli.tasks import contender_of, task_of
+    from dpspan.comparison import compare, verdicts
     from dpspan.mechanisms import DPSGD
     from dpspan.run.parts import make_parts
     from dpspan.transfer import WarmStart
 
-    settings = {path.stem: load_config(path) for path in configs}
-    first = _common(settings)
+    settings = _read(configs)
+    first = next(iter(settings.values()))
     parts = make_parts(first)
-    if parts.test is None:
-        raise ValueError("Expected data.test: a comparison measures models on it.")
-    public, records = dict(parts.public), len(parts.private.dataset)
+    assert parts.test is not None
+    public = dict(parts.public)
+    chosen, paid = _choice(settings.values(), parts, to)
     contenders = [
-        contender_of(name, config, public, records=records) for name, config in settings.items()
+        contender_of(
+            name,
+            config,
+            public,
+            records=config.data.records or len(parts.private.dataset),
+            chosen=chosen,
+            paid=paid,
+        )
+        for name, config in settings.items()
     ]
     if not any(isinstance(contender.method, DPSGD) for contender in contenders):
         contenders.append(_plain(contenders[0], first))
     labelled = [data for data in public.values() if data.labelled]
     starts = [c.warm_start for c in contenders if c.warm_start is not None]
     start = starts[0] if starts else WarmStart(data=labelled[0]) if labelled else None
-    task = Task(
-        model=model_factory(first, parts.private),
+    task = task_of(
+        first,
+        like=parts.private,
         private=parts.private.dataset,
         test=parts.test.dataset,
-        batch_size=first.training.batch_size,
-        epochs=first.training.epochs,
-        budget=budget_of(first),
         warm_start=start,
-        test_is_public=first.data.test_is_public,
     )
+    seed = first.training.seed
     comparison = compare(
-        task, contenders, out=to, seeds=range(seeds), console=None if as_json else err()
+        task,
+        contenders,
+        out=to,
+        seeds=range(seed, seed + seeds),
+        console=None if as_json else err(),
     )
     comparison.plot(to / "comparison.png")
     if as_json:
@@ -73,13 +86,23 @@ def compare_command(
     say(f"Runs, comparison.json and comparison.png are in {to}. Next: dpspan report {to}")
 
 
-def _common(settings: dict[str, Config]) -> Config:
-    (_, first), *others = settings.items()
-    for name, config in others:
+def _read(paths: list[Path]) -> dict[str, Config]:
+    """The configurations by the names of their rows; refused before anything is opened."""
+    from dpspan.config import load_config
+
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Expected configurations with different file names, which are the names of the rows, "
+            f"got {', '.join(names)}: rename one."
+        )
+    settings = {path.stem: load_config(path) for path in paths}
+    first = next(iter(settings.values()))
+    for name, config in settings.items():
         different = [s for s in _SHARED if getattr(config, s) != getattr(first, s)]
         different += [
             f"training.{key}"
-            for key in ("epochs", "batch_size")
+            for key in _SHARED_TRAINING
             if getattr(config.training, key) != getattr(first.training, key)
         ]
         if different:
@@ -87,11 +110,35 @@ def _common(settings: dict[str, Config]) -> Config:
                 f"Expected the same `{different[0]}` in all configurations, got another one in "
                 f"{name}: a comparison is of methods, at one price."
             )
-    return first
+    if len({c.choose for c in settings.values() if c.choose is not None}) > 1:
+        raise ValueError("Expected one `choose` section: rows that choose share what they chose.")
+    if first.data.test is None:
+        raise ValueError("Expected data.test: a comparison measures models on it.")
+    if first.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    return settings
+
+
+def _choice(
+    settings: Iterable[Config], parts: Parts, to: Path
+) -> tuple[str | None, Mapping[str, Any] | None]:
+    """What the rows that choose have chosen, once for the folder, and the record of its price."""
+    from dpspan.run.choice import chosen_public
+    from dpspan.run.folder import RunFolder, read_json
+    from dpspan.run.training import run_ledger
+
+    config = next((config for config in settings if config.choose is not None), None)
+    if config is None:
+        return None, None
+    folder = RunFolder(to)
+    with folder.locked():
+        made = chosen_public(config, parts, folder, run_ledger(config, folder))
+    return made["chosen"], read_json(folder.ledger)
 
 
 def _plain(like: Contender, config: Config) -> Contender:
-    from dpspan.mechanisms import DPSGD
+    from dpspan.config.methods import DpsgdSection
 
-    method = DPSGD(clip=config.method.clip)
-    return dataclasses.replace(like, name="DP-SGD", method=method, warm_start=None)
+    section = DpsgdSection(clip=config.method.clip, clipping=config.method.clipping)
+    method = section.build(None, steps=1)
+    return dataclasses.replace(like, name="DP-SGD", method=method, warm_start=None, paid=None)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting import Budget
-from dpspan.comparison import Contender
+from dpspan.comparison import Contender, Task
 from dpspan.config import Config
-from dpspan.config.training import SgdSection
 from dpspan.data import Loaded
+from dpspan.events import pure_event
+from dpspan.ledger import Ledger
 from dpspan.public import PublicData
+from dpspan.run.parts import device_of, new_model, trainable_of
 from dpspan.sampling import PoissonDraw
 from dpspan.transfer import WarmStart
 
@@ -31,53 +33,80 @@ class Untouched(Dataset[object]):
         raise RuntimeError("Private records were asked for where none may be used.")
 
 
-def model_factory(config: Config, like: Loaded) -> Callable[[], nn.Module]:
-    """Makes the model with new weights from torch's generator."""
-
-    def make() -> nn.Module:
-        return config.model.make(like)
-
-    return make
-
-
-def budget_of(config: Config) -> Budget:
-    """(ε, δ)."""
+def task_of(
+    config: Config,
+    *,
+    like: Loaded,
+    private: Dataset[Any],
+    test: Dataset[Any],
+    public: PublicData | None = None,
+    warm_start: WarmStart | None = None,
+) -> Task:
+    """What is learnt, from samples like these."""
     if config.budget.epsilon is None:
         raise ValueError("Expected budget.epsilon: what is compared has one price.")
-    return Budget(epsilon=config.budget.epsilon, delta=config.budget.delta)
+
+    def model() -> nn.Module:
+        return new_model(config, like)
+
+    return Task(
+        model=model,
+        private=private,
+        test=test,
+        batch_size=config.training.batch_size,
+        epochs=config.training.epochs,
+        budget=Budget(epsilon=config.budget.epsilon, delta=config.budget.delta),
+        public=public,
+        warm_start=warm_start,
+        test_is_public=config.data.test_is_public,
+        records=config.data.records,
+        accountant=config.budget.accountant,
+        physical_batch_size=config.training.physical_batch_size,
+        device=device_of(config),
+        about=config.model_dump(mode="json", include={"data", "model", "trainable"}),
+    )
 
 
-def warm_start_of(config: Config, public: dict[str, PublicData]) -> WarmStart | None:
-    """The configuration's, if it has one."""
+def warm_start_of(config: Config, public: Mapping[str, PublicData]) -> WarmStart | None:
+    """The configuration's, if it has one; each run has a seed of its own."""
     section = config.warm_start
     if section is None:
         return None
-    return section.build(public[section.public], None, seed=config.training.seed)
+    seed = config.training.seed
+    return section.build(public[section.public], trainable_of(config), seed=seed)
+
+
+def planned_choice(config: Config) -> Mapping[str, Any] | None:
+    """The record of what the `choose` section will cost; None without one."""
+    if config.choose is None:
+        return None
+    ledger = Ledger()
+    ledger.charge(pure_event(config.choose.epsilon))
+    return ledger.state_dict()
 
 
 def contender_of(
-    name: str, config: Config, public: dict[str, PublicData], *, records: int
+    name: str,
+    config: Config,
+    public: Mapping[str, PublicData],
+    *,
+    records: int,
+    chosen: str | None = None,
+    paid: Mapping[str, Any] | None = None,
 ) -> Contender:
-    """A configuration as one row; refused if it has what a comparison does not do."""
-    for section in ("trainable", "choose"):
-        if getattr(config, section) is not None:
-            raise ValueError(f"A comparison has no `{section}`: leave it out of {name}.")
-    optimizer = config.training.optimizer
-    if not isinstance(optimizer, SgdSection) or config.training.schedule.name != "constant":
-        raise ValueError(
-            f"A comparison trains by SGD with a constant learning rate: change {name}, or use "
-            "`dpspan train` for each configuration."
-        )
+    """A configuration as one row; `chosen` and `paid` are of its `choose` section."""
     rate = min(1.0, config.training.batch_size / records)
     draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
-    chosen = getattr(config.method, "public", None)
+    named = getattr(config.method, "public", None) if config.choose is None else chosen
+    training = config.training
     return Contender(
         name=name,
         method=config.method.build(
-            None if chosen is None else public[chosen],
-            steps=config.training.epochs * draw.steps_per_epoch,
+            None if named is None else public[named], steps=training.epochs * draw.steps_per_epoch
         ),
-        learning_rate=optimizer.learning_rate,
-        momentum=optimizer.momentum,
+        learning_rate=training.optimizer.learning_rate,
+        optimizer=training.optimizer.build,
+        schedule=training.schedule.factor,
         warm_start=warm_start_of(config, public),
+        paid=None if config.choose is None else paid,
     )

@@ -40,6 +40,7 @@ from dpspan.events import event_from_json
 from dpspan.ledger import Ledger
 
 Job = tuple[Contender, int]
+_SUMMARY = ("certificate.json", "comparison.json", "comparison.png", "metrics.jsonl")
 
 
 def compare(
@@ -53,17 +54,40 @@ def compare(
 ) -> Comparison:
     """Run what is missing in the folder `out`, and say what came out.
 
+    Every run is a release of its own. Whoever looks at all of them, if only to keep the best, has
+    spent `epsilon_together`.
+
     Public data only and a warm start before DP-SGD are added where there are public labels.
 
     Args:
         task: data, model, budget: the same for all.
         contenders: DP-SGD must be one of them.
         out: for `comparison.json`, `certificate.json` (all runs together), `metrics.jsonl` and a
-            folder per run.
+            folder per run. Take another folder for other data: what is there counts as done.
         seeds: of weights and public training; noise is always fresh.
         jobs: runs at a time, in processes of their own with one thread each; the task must then be
             picklable, its model a function of a module.
         console: where the progress bar goes; none without one.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> x, y = torch.randn(300, 4), torch.arange(300) % 2
+        >>> task = dpspan.Task(
+        ...     model=lambda: nn.Linear(4, 2),
+        ...     private=TensorDataset(x[:200], y[:200]),
+        ...     test=TensorDataset(x[200:], y[200:]),
+        ...     batch_size=50,
+        ...     epochs=2,
+        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
+        ... )
+        >>> method = dpspan.DPSGD(clip=1.0)
+        >>> contenders = [dpspan.Contender(name="DP-SGD", method=method, learning_rate=0.5)]
+        >>> comparison = dpspan.compare(task, contenders, out="comparison", seeds=(0,))
+        >>> [row.name for row in comparison.rows]
+        ['DP-SGD']
     """
     expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)
     check_count("jobs", jobs)
@@ -71,6 +95,9 @@ def compare(
     _check_folders(everyone)
     wanted = [(contender, seed) for contender in everyone for seed in seeds]
     missing = [job for job in wanted if not _is_done(task, job, out)]
+    if missing:  # more is about to be released than the summary of an earlier call tells
+        for name in _SUMMARY:
+            (out / name).unlink(missing_ok=True)
     with _progress(console) as progress:
         bar = progress.add_task(
             "comparing", total=len(wanted), completed=len(wanted) - len(missing)
@@ -137,7 +164,11 @@ def _settings(task: Task, job: Job) -> dict[str, Any]:
                 "delta": task.budget.delta,
                 "epochs": task.epochs,
                 "batch_size": task.batch_size,
+                "records": task.records,
+                "accountant": task.accountant,
+                "criterion": str(task.criterion),
                 "metric": metric_name(task, "accuracy"),
+                "about": task.about,
             }
         )
     )
@@ -196,7 +227,8 @@ def _collected(
     task: Task, contenders: Sequence[Contender], seeds: Sequence[int], out: Path
 ) -> Comparison:
     """All runs from their folders, and all that they released as one record."""
-    metric, together, rows, lines = metric_name(task, "accuracy"), Ledger(), [], []
+    metric, rows, lines = metric_name(task, "accuracy"), [], []
+    together = Ledger(accountant=task.accountant)
     paid_for: set[int] = set()
     counted: set[Path] = set()
     for contender in contenders:

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 FORMAT = "dpspan.comparison.1"
-_UNPRIVATE = "measured on private test records without noise: NOT PRIVATE, for the operator's eyes"
+UNPRIVATE = "measured on private test records without noise: NOT PRIVATE, for the operator's eyes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ class Comparison:
     """Several contenders at the same budget.
 
     `metric` is what was measured, `unprivate_…` on test records that are private;
-    `epsilon_together` is the price of publishing every run: each is a release of its own.
+    `epsilon_together` is the price of publishing every run, or the best of them: each is a release
+    of its own.
     """
 
     metric: str
@@ -126,11 +127,16 @@ class Comparison:
     def table(self) -> Table:
         """For rich to print."""
         runs = max(len(row.results) for row in self.rows)
-        together = f"publishing every run costs ε = {self.epsilon_together:.2f}"
+        notes = [
+            "mean ± standard deviation",
+            f"publishing every run, or the best of them, costs ε = {self.epsilon_together:.2f}",
+        ]
+        if self.unprivate:
+            notes.append(UNPRIVATE)
         price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
         shown = Table(
             title=f"{label(self.metric)}, {price}, {runs} runs each",
-            caption=_UNPRIVATE if self.unprivate else f"mean ± standard deviation; {together}",
+            caption="; ".join(notes),
         )
         shown.add_column("training")
         for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr", "s a run"):
@@ -158,7 +164,7 @@ class Comparison:
         draw(axis, self.rows)
         axis.set_xlabel(f"{label(self.metric)} at ε = {self.epsilon:g}")
         if self.unprivate:
-            figure.suptitle(_UNPRIVATE, fontsize=8, color="#d55e00")
+            figure.suptitle(UNPRIVATE, fontsize=8, color="#d55e00")
         figure.savefig(path, dpi=150)
         return Path(path)
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,8 @@ from dpspan.comparison.task import Contender, Task
 from dpspan.engine import PrivacyEngine
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
-from dpspan.public import PublicData
-from dpspan.sampling import PoissonDraw, records_of, sample_rate_of
+from dpspan.public import PublicData, move
+from dpspan.sampling import PoissonDraw
 from dpspan.transfer import WarmStart
 
 Spent = tuple[tuple[DpEvent, int], ...]
@@ -50,45 +49,31 @@ def train(task: Task, contender: Contender, seed: int) -> Outcome:
     model = _new_model(task, seed)
     if contender.method is None:
         return _public_only(task, contender, model, seed, began)
-    ledger = _ledger(contender)
-    engine = PrivacyEngine(ledger=ledger)
-    loader = DataLoader(task.private, batch_size=task.batch_size)
-    rate = sample_rate_of(loader)
-    draw = PoissonDraw.one_pass(records=records_of(loader), sample_rate=rate)
+    ledger = _ledger(contender, task.accountant)
+    rate = task.sample_rate
+    draw = PoissonDraw.one_pass(records=len(task.private), sample_rate=rate)  # type: ignore[arg-type]
     steps = task.epochs * draw.steps_per_epoch
-    noise = _calibrated(task.budget, ledger.events, rate, steps)
-    _, optimizer, batches = engine.make_private(
-        module=model,
-        optimizer=_optimizer(contender, model),
-        data_loader=loader,
-        criterion=task.criterion,
-        method=contender.method,
-        warm_start=_seeded_start(contender, seed),
-        noise_multiplier=noise,
-    )
+    noise = calibrated(task.budget, ledger.events, rate, steps, task.accountant)
+    run = _Run(task, contender, model, seed, ledger, noise, rate)
     ledger.budget = task.budget
     ledger.reserve(step_event(noise, rate), steps)
     # Before the first private step, and at each point of the curve.
-    metrics = [{"step": 0, "epoch": 0, **_measured(task, engine.ledger, model, began)}]
-    diverged, done = None, 0
+    metrics = [{"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}]
     for epoch in range(1, task.epochs + 1):
-        taken, diverged = _epoch(task, model, optimizer, batches)
-        done += taken
-        last = epoch == task.epochs or diverged is not None
-        if last or epoch % max(1, task.epochs // _LINES) == 0:
-            line = {"step": done, "epoch": epoch}
-            metrics.append({**line, **_measured(task, engine.ledger, model, began)})
-        if last:
+        goes_on = run.epoch()
+        if not goes_on or epoch == task.epochs or epoch % max(1, task.epochs // _LINES) == 0:
+            line = {"step": run.taken, "epoch": epoch}
+            metrics.append({**line, **_measured(task, ledger, model, began)})
+        if not goes_on:
             break
-    engine.detach()
-    if not task.test_is_public:
-        engine.note_unprivate("the model was measured on test records that are not public")
+    run.engine.detach()
+    _note_test(task, ledger)
     return Outcome(
         metrics=metrics,
-        certificate=engine.certificate(task.budget.delta),
-        diagnostics=engine.diagnostics(),
-        weights={name: w.detach().clone() for name, w in model.state_dict().items()},
-        diverged=diverged,
+        certificate=run.engine.certificate(task.budget.delta),
+        diagnostics=run.engine.diagnostics(),
+        weights=_weights(model),
+        diverged=_DIVERGED if _exploded(model) else None,
     )
 
 
@@ -97,58 +82,86 @@ def rehearse(
 ) -> float:
     """The accuracy of a run whose records are public: noise as given, and no books to keep."""
     model = _new_model(task, seed)
-    start = _seeded_start(contender, seed)
     if contender.method is None:
+        start = _seeded_start(contender, seed)
         assert start is not None
         start.run(model, task.criterion)
         return accuracy_and_loss(task, model)[0]
-    engine = PrivacyEngine()
-    _, optimizer, batches = engine.make_private(
-        module=model,
-        optimizer=_optimizer(contender, model),
-        data_loader=DataLoader(task.private, batch_size=task.batch_size),
-        criterion=task.criterion,
-        method=contender.method,
-        warm_start=start,
-        noise_multiplier=noise_multiplier,
-        sample_rate=sample_rate,
-        expected_batch_size=float(task.batch_size),
-    )
+    run = _Run(task, contender, model, seed, Ledger(), noise_multiplier, sample_rate)
     for _ in range(task.epochs):
-        if _epoch(task, model, optimizer, batches)[1] is not None:
+        if not run.epoch():
             break
-    engine.detach()
+    run.engine.detach()
     return accuracy_and_loss(task, model)[0]
 
 
-def _epoch(
-    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]
-) -> tuple[int, str | None]:
-    """One pass: how many steps, and why it ended early if it did."""
-    steps = 0
-    try:
-        for x, y in batches:
-            optimizer.zero_grad()
-            task.criterion(model(x), y).backward()
-            optimizer.step()
-            steps += 1
-    except ValueError:
-        if not _exploded(model):
-            raise
-        return steps, _DIVERGED
-    return steps, None
+class _Run:
+    """The private steps of one model."""
+
+    def __init__(
+        self,
+        task: Task,
+        contender: Contender,
+        model: nn.Module,
+        seed: int,
+        ledger: Ledger,
+        noise_multiplier: float,
+        sample_rate: float,
+    ) -> None:
+        self.engine = PrivacyEngine(ledger=ledger)
+        self._task, self._model, self._schedule = task, model, contender.schedule
+        self._paid = ledger.steps
+        trained = [p for p in model.parameters() if p.requires_grad]
+        _, self._optimizer, self._loader = self.engine.make_private(
+            module=model,
+            optimizer=contender.build_optimizer(trained),
+            data_loader=DataLoader(task.private, batch_size=task.batch_size),
+            criterion=task.criterion,
+            method=contender.method,
+            warm_start=_seeded_start(contender, seed),
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            expected_batch_size=float(task.batch_size),
+            max_physical_batch_size=task.physical_batch_size,
+        )
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+
+    @property
+    def taken(self) -> int:
+        """Steps so far, by the books: a batch may come in pieces."""
+        return self.engine.ledger.steps - self._paid
+
+    def epoch(self) -> bool:
+        """One pass; False if it ended early.
+
+        Released weights alone decide that: an error might tell something of private records.
+        """
+        for x, y in self._loader:
+            if _exploded(self._model):
+                return False
+            self._set_rate()
+            self._optimizer.zero_grad()
+            outputs = self._model(move(x, self._device))
+            self._task.criterion(outputs, move(y, self._device)).backward()
+            self._optimizer.step()
+        return not _exploded(self._model)
+
+    def _set_rate(self) -> None:
+        if self._schedule is None:
+            return
+        factor = self._schedule(self.taken, self._task.epochs * len(self._loader))
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._task.device)
 
 
 def _new_model(task: Task, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return task.model()
-
-
-def _optimizer(contender: Contender, model: nn.Module) -> torch.optim.Optimizer:
-    assert contender.learning_rate is not None
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, lr=contender.learning_rate, momentum=contender.momentum)
+        return task.model().to(task.device)
 
 
 def _seeded_start(contender: Contender, seed: int) -> WarmStart | None:
@@ -166,54 +179,73 @@ def _public_only(
 ) -> Outcome:
     """The free baseline: no private record is looked at, so ε = 0."""
     assert contender.warm_start is not None
-    ledger = Ledger(budget=task.budget)
+    ledger = Ledger(accountant=task.accountant, budget=task.budget)
     data = PublicData.of(contender.warm_start.data)
     start = dataclasses.replace(contender.warm_start, data=data, seed=seed)
     before = {"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}
     detail = start.summary(start.run(model, task.criterion))
     ledger.declare_public(data.name, data.digest, data.count, detail=detail)
     after = {"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}
+    _note_test(task, ledger)
     return Outcome(
         metrics=[before, after],
         certificate=certificate(ledger, training={"method": None, "model": type(model).__name__}),
         diagnostics=[],
-        weights={name: w.detach().clone() for name, w in model.state_dict().items()},
+        weights=_weights(model),
         diverged=None,
     )
 
 
-def _ledger(contender: Contender) -> Ledger:
-    ledger = Ledger()
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: w.detach().cpu().clone() for name, w in model.state_dict().items()}
+
+
+def _note_test(task: Task, ledger: Ledger) -> None:
+    if not task.test_is_public:
+        ledger.warn("unprivate: the model was measured on test records that are not public")
+
+
+def spent_by(contender: Contender) -> Spent:
+    """What was released before the first step of its runs."""
+    return _ledger(contender).events
+
+
+def _ledger(contender: Contender, accountant: str = "pld") -> Ledger:
+    ledger = Ledger(accountant=accountant)
     if contender.paid is not None:
         ledger.load_state_dict(contender.paid)
-        ledger.budget = None  # the engine sets the task's
+        ledger.budget = None  # the task's, once noise has been calibrated
     return ledger
 
 
 def _exploded(model: nn.Module) -> bool:
     """Whether the released weights are beyond use; they may be looked at."""
-    return not all(bool((p.detach().abs() < _HUGE).all()) for p in model.parameters())
+    trained = (p.detach() for p in model.parameters() if p.requires_grad)
+    return not all(bool((weight.abs() < _HUGE).all()) for weight in trained)
 
 
 # Runs of other seeds need the same noise and pass through the same values of ε.
 @functools.lru_cache(maxsize=64)
-def _calibrated(budget: Budget, spent: Spent, sample_rate: float, steps: int) -> float:
-    ledger = Ledger()
+def calibrated(
+    budget: Budget, spent: Spent, sample_rate: float, steps: int, accountant: str
+) -> float:
+    """The noise multiplier for so many steps on top of what is spent."""
+    ledger = Ledger(accountant=accountant)
     for event, count in spent:
         ledger.charge(event, count)
     return calibrate_event(lambda z: step_event(z, sample_rate), steps, budget, spent=ledger)
 
 
 @functools.lru_cache(maxsize=1024)
-def _epsilon(events: Spent, delta: float) -> float:
-    return account(events, delta, Ledger().accountant).epsilon
+def _epsilon(events: Spent, delta: float, accountant: str) -> float:
+    return account(events, delta, accountant).epsilon
 
 
 def _measured(task: Task, ledger: Ledger, model: nn.Module, began: float) -> dict[str, Any]:
     """ε so far, time so far, and the model on the test records."""
     accuracy, loss = accuracy_and_loss(task, model)
     return {
-        "epsilon": _epsilon(ledger.events, task.budget.delta),
+        "epsilon": _epsilon(ledger.events, task.budget.delta, task.accountant),
         "seconds": round(time.perf_counter() - began, 2),
         metric_name(task, "loss"): loss if math.isfinite(loss) else None,
         metric_name(task, "accuracy"): accuracy,
@@ -224,8 +256,10 @@ def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
     """The share of test records classified right, and the mean loss."""
     model.eval()
     losses, right, count = 0.0, 0.0, 0
+    device = torch.device(task.device)
     with torch.no_grad():
         for x, y in DataLoader(task.test, batch_size=_TEST_BATCH):
+            x, y = move(x, device), move(y, device)
             outputs = model(x)
             if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
                 raise ValueError(

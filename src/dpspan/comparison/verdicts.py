@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from dpspan.comparison.results import Comparison, Row
+from dpspan.comparison.results import UNPRIVATE, Comparison, Row
 
 _LEVEL = 0.05
 
@@ -54,7 +54,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     rows = comparison.rows
     private = [row for row in rows if row.private]
     free = [row for row in rows if not row.private]
-    sentences = []
+    sentences = [f"All this was {UNPRIVATE}."] if comparison.unprivate else []
     best = max(private, key=lambda row: row.mean)
     if free:
         alone = max(free, key=lambda row: row.mean)

@@ -31,14 +31,18 @@ class ModelSection(Section):
 
     @abstractmethod
     def make(self, data: Loaded) -> nn.Module:
-        """The network, with random weights from torch's generator."""
+        """The network as it is, with random weights from torch's generator."""
+
+    def draw(self, data: Loaded) -> nn.Module:
+        """The network for samples like these, with random weights from torch's generator."""
+        model = self.make(data)
+        return fix(model) if self.fix else model
 
     def build(self, data: Loaded, *, seed: int) -> nn.Module:
-        """The network for samples like these, the same for the same seed."""
+        """The same network for the same seed."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = self.make(data)
-            return fix(model) if self.fix else model
+            return self.draw(data)
 
 
 class LogisticSection(ModelSection):
@@ -102,8 +106,9 @@ class ProbeSection(ModelSection):
 
     name: Literal["probe"] = "probe"
 
-    def build(self, data: Loaded, *, seed: int) -> nn.Module:
+    def make(self, data: Loaded) -> nn.Module:
         channels, *_ = _image_shape(self.name, data)
+        seed = int(torch.randint(2**31, ()))
         return ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
 
 

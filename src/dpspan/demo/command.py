@@ -83,6 +83,7 @@ def run(
         budget=Budget(epsilon=epsilon, delta=DELTA),
         public=labelled,
         warm_start=dataclasses.replace(WARM, data=labelled),
+        test_is_public=True,
     )
     comparison = compare(
         task,

@@ -44,6 +44,7 @@ class RunFolder:
         self.diagnostics = self.path / "diagnostics.jsonl"
         self.certificate = self.path / "certificate.json"
         self.model = self.path / "model.safetensors"
+        self.audit = self.path / "audit.json"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -78,6 +79,13 @@ class RunFolder:
         """Likewise."""
         with replacing(path, what=f"the file {path.name}") as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+    def warn(self, message: str) -> None:
+        """Put a warning on record after training: the ledger first, since a run may go on."""
+        for path in (self.ledger, self.certificate):
+            document = read_json(path)
+            if message not in document["warnings"]:
+                self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
 
     def write_model(self, model: nn.Module) -> None:
         """The weights, for any program that reads safetensors."""

@@ -37,24 +37,34 @@ class Parts:
 
 def make_parts(config: Config) -> Parts:
     """Read the data and build the model."""
-    device = _device(config.training.device)
+    device = device_of(config)
     private = _load("data.private", config.data.private, config, labelled=True)
     public = {name: _load_public(name, config, private) for name in config.data.public}
     test = None
     if config.data.test is not None:
         test = _load("data.test", config.data.test, config, labelled=True, like=private)
-    model = config.model.build(private, seed=config.training.seed)
-    trainable = None if config.trainable is None else config.trainable.build()
-    if trainable is not None:
-        model = train_only(model, trainable)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.training.seed)
+        model = new_model(config, private)
     return Parts(
         private=private,
         public=public,
         test=test,
         model=model.to(device),
-        trainable=trainable,
+        trainable=trainable_of(config),
         device=device,
     )
+
+
+def new_model(config: Config, like: Loaded) -> nn.Module:
+    """The model for samples like these with new weights, from torch's generator."""
+    model, trainable = config.model.draw(like), trainable_of(config)
+    return model if trainable is None else train_only(model, trainable)
+
+
+def trainable_of(config: Config) -> Trainable | None:
+    """What is trained of the model; None for all of it."""
+    return None if config.trainable is None else config.trainable.build()
 
 
 def sampling(config: Config, parts: Parts) -> PoissonDraw:
@@ -84,7 +94,9 @@ def _load_public(name: str, config: Config, private: Loaded) -> PublicData:
     return PublicData.of(loaded.tensors, name=name)
 
 
-def _device(name: str) -> torch.device:
+def device_of(config: Config) -> torch.device:
+    """Where to train."""
+    name = config.training.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
