@@ -24,6 +24,7 @@ from dpspan.sampling import PoissonDraw
 from dpspan.trainable import train_only
 from experiments.data import Data, ImagesSection
 from experiments.images import Images, collate, shifted
+from experiments.linear import ConvexSection
 from experiments.runner import Place
 from experiments.schema import NON_PRIVATE, Pretraining, Row, Training, TrainingExperiment
 
@@ -62,9 +63,15 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
         public = data.public[row.warm_start.public]
         phase = row.warm_start.build(public, trainable, seed=run.seed)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
-    engine: dpspan.PrivacyEngine | None = None
+    certificate: dict[str, Any] | None = None
     criterion = nn.CrossEntropyLoss()
-    if isinstance(row.method, MethodSection) or row.method == NON_PRIVATE:
+    if isinstance(row.method, ConvexSection):
+        certificate = row.method.fit(
+            model, private, epsilon=run.target, delta=targets.delta, rate=run.rate
+        )
+        average.update_parameters(model)
+    elif isinstance(row.method, MethodSection) or row.method == NON_PRIVATE:
+        engine: dpspan.PrivacyEngine | None = None
         section = training.optimizer.model_copy(update={"learning_rate": run.rate})
         optimizer = section.build([p for p in model.parameters() if p.requires_grad])
         loader: Any = DataLoader(
@@ -90,6 +97,7 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
                 views=training.views,
             )
         _epochs(epochs, model, average, optimizer, loader, criterion, training)
+        certificate = None if engine is None else engine.certificate(targets.delta)
     else:
         assert phase is not None
         phase.run(model, criterion)
@@ -98,7 +106,7 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
     result = {
         **asdict(run),
         **metrics(average.module, judged),
-        "epsilon": _epsilon(engine, row, targets.delta),
+        "epsilon": _epsilon(certificate, row),
         "delta": targets.delta,
         "records": len(private),
         "seconds": time.perf_counter() - start,
@@ -113,8 +121,8 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
             criterion=criterion,
         )
         result["unprivate_membership"] = attacked.describe()
-    if engine is not None and not run.tuning:
-        result["certificate"] = engine.certificate(targets.delta)
+    if certificate is not None and not run.tuning:
+        result["certificate"] = certificate
     return {**result, "made": place.provenance()}
 
 
@@ -209,7 +217,7 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
     return calibrate(epsilon, delta, rate, steps)
 
 
-def _epsilon(engine: dpspan.PrivacyEngine | None, row: Row, delta: float) -> float | None:
-    if engine is not None:
-        return engine.get_epsilon(delta)
+def _epsilon(certificate: dict[str, Any] | None, row: Row) -> float | None:
+    if certificate is not None:
+        return float(certificate["epsilon"])
     return None if row.method == NON_PRIVATE else 0.0

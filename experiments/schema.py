@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dpspan.config.methods import AnyMethod
+from dpspan.config.methods import AnyMethod, MethodSection
 from dpspan.config.models import AnyModel
 from dpspan.config.training import (
     AdamSection,
@@ -21,6 +21,7 @@ from dpspan.config.training import (
 )
 from dpspan.section import Count, Numbers, Positive, Section, Share, Texts
 from experiments.data import AnyData
+from experiments.linear import ConvexSection
 
 NON_PRIVATE, PUBLIC_ONLY = "non-private", "public only"
 
@@ -74,7 +75,7 @@ class Row(Section):
     paper's numbers by target, in per cent. What is left out is the experiment's.
     """
 
-    method: AnyMethod | Literal["non-private", "public only"]
+    method: AnyMethod | ConvexSection | Literal["non-private", "public only"]
     rates: Annotated[Numbers, Field(min_length=1)] | str = (1.0,)
     model: AnyModel | None = None
     training: Training | None = None
@@ -145,8 +146,11 @@ class TrainingExperiment(Section):
             missing = row.public - set(self.data.public)
             if missing:
                 self._refuse(name, f"Expected public data under data.public, got {missing}.")
-            if row.private and row.method.needs_public and not row.method.public:  # type: ignore[union-attr]
+            needs = isinstance(row.method, MethodSection) and row.method.needs_public
+            if needs and not getattr(row.method, "public", None):
                 self._refuse(name, "Expected method.public.")
+            if isinstance(row.method, ConvexSection) and not self.targets.epsilon:
+                self._refuse(name, "Expected targets.epsilon: a convex fit is made for an ε.")
             if row.method == PUBLIC_ONLY and row.warm_start is None:
                 self._refuse(name, "Expected a warm_start: that is how public data are used.")
             if isinstance(row.rates, str) and row.rates not in self.rows:

@@ -57,6 +57,10 @@ rows:
     method: {name: gep, public: noise, rank: 3}
     warm_start: *warm
     rates: DP-SGD
+  AdaGrad:
+    method: {name: noisy-adagrad, steps: 5}
+    model: {name: logistic}
+    rates: [1.0]
   DP-SGD, views:
     method: {name: dpsgd}
     training:
@@ -216,6 +220,7 @@ class TestRuns:
 
     def test_rows_learn(self, swept: Results) -> None:
         reached = [r["accuracy"] for r in swept.rows if r["row"] == "public only"]
+        reached += [r["accuracy"] for r in swept.rows if r["row"] == "AdaGrad"]
         assert min(reached) > 0.9
         assert all("balanced_accuracy" in row for row in swept.rows)
 
