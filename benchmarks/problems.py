@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -70,4 +71,10 @@ PROBLEMS = {
     "transformer": Problem(
         lambda: TransformerEncoder(VOCABULARY), (64,), batch=64, classes=2, vocabulary=VOCABULARY
     ),
+}
+# Fully connected networks of one hidden layer, to see how a step grows with the parameters.
+WIDTHS = (64, 256, 1024, 4096)
+PROBLEMS |= {
+    f"mlp-{width}": Problem(partial(MLP, hidden=(width,)), (1, 28, 28), batch=250)
+    for width in WIDTHS
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page as speed
 from scipy.stats import spearmanr
 
 from experiments import dimension, plots, tables
@@ -43,6 +44,7 @@ def render(folder: Path, docs: Path) -> Path:
         parts.append(_page(name, experiment, results, docs))
         parts += [f"- {note}" for note in experiment.notes]
         parts.append(f"\n{_made(results)}\n")
+    parts.append(speed.page(docs))
     page = docs / "results.md"
     page.write_text("\n".join(parts), encoding="utf-8")
     return page

@@ -1,0 +1,105 @@
+"""The speed and memory part of docs/results.md, from the stored measurements alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import growth
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = {
+    "cnn": "CNN, 26 k",
+    "resnet20": "ResNet-20, 270 k",
+    "wrn28-4": "WRN-28-4, 5.9 M",
+    "minilm": "MiniLM, 22.7 M",
+}
+HEAD = """## Speed and memory
+
+One step of each method, as a multiple of the non-private step of the same private samples: time /
+peak memory. Methods with public data run the model on those too; "all samples" is what a
+non-private step of private and public ones costs. `python -m benchmarks.methods`, `benchmarks.growth` and `benchmarks.gsd`
+measure; how, and what the bars were, is in [performance](performance.md).
+"""
+
+
+def page(docs: Path, results: Path = RESULTS) -> str:
+    """Tables of methods, of growth, and GSD; what has not been measured is not there."""
+    parts = [HEAD]
+    for device in ("cpu", "cuda"):
+        path = results / f"methods-{device}.json"
+        if path.exists():
+            parts.append(methods_table(json.loads(path.read_text())))
+    for device in ("cpu", "cuda"):
+        path = results / f"growth-{device}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            parts.append(growth_table(found))
+            growth.plot(found, docs / f"growth-{device}.png")
+            parts.append(f"![growth of a step](growth-{device}.png)\n")
+    timed = [gsd_line(json.loads(path.read_text())) for path in sorted(results.glob("gsd-*.json"))]
+    if timed:
+        parts.append("**GSD** of 2,000 + 2,000 images with ResNet-20: " + "; ".join(timed) + ".\n")
+    return "\n".join(parts) if len(parts) > 1 else ""
+
+
+def methods_table(results: dict[str, Any]) -> str:
+    """Contenders by models."""
+    models = results["models"]
+    heads = [f"{MODELS.get(m, m)}; {v['batch'].replace(' public', '')}" for m, v in models.items()]
+    lines = [f"**{_place(results)}**\n", _line(["", *heads]), _line(["---"] * (len(heads) + 1))]
+    names = dict.fromkeys(name for model in models.values() for name in model["contenders"])
+    for name in names:
+        cells = [_factors(model["contenders"].get(name, {})) for model in models.values()]
+        lines.append(_line([name, *cells]))
+    plain = [
+        f"{MODELS.get(name, name).split(',')[0]} {_milliseconds(model):.1f}"
+        for name, model in models.items()
+    ]
+    lines.append(f"\nThe non-private step in milliseconds: {', '.join(plain)}.\n")
+    return "\n".join(lines)
+
+
+def growth_table(results: dict[str, Any]) -> str:
+    """Slopes."""
+    lines = [f"**Growth, {_place(results)}**: slope of time / of memory in logarithms\n"]
+    lines += [_line(["what grows", "from … to", "contender", "slope"]), _line(["---"] * 4)]
+    for title, curve in results["curves"].items():
+        ends = f"{curve['x'][0]:,} … {curve['x'][-1]:,}"
+        for name, slopes in curve["slopes"].items():
+            cell = f"{slopes['milliseconds']:.2f} / {slopes['bytes']:.2f}"
+            lines.append(_line([title, ends, name, cell]))
+    return "\n".join(lines) + "\n"
+
+
+def gsd_line(results: dict[str, Any]) -> str:
+    """Seconds and gigabytes."""
+    return (
+        f"{results['seconds']:.1f} s and {results['memory']['peak'] / 1e9:.2f} GB on "
+        f"{_place(results)}"
+    )
+
+
+def _place(results: dict[str, Any]) -> str:
+    environment = results["environment"]
+    if environment["gpu"]:
+        tf32 = results.get("tf32", results.get("settings", {}).get("tf32"))
+        return f"{environment['gpu']}{', TF32' if tf32 in (True, 'True') else ''}"
+    return f"{environment['cpu']}, {environment['threads']} threads"
+
+
+def _factors(contender: dict[str, Any]) -> str:
+    if "time" not in contender:
+        return "does not run" if "reason" in contender else ""
+    time, memory = contender["time"]["of_plain"], contender.get("memory", {}).get("of_plain")
+    return f"{time:.2f} / {'—' if memory is None else f'{memory:.2f}'}"
+
+
+def _milliseconds(model: dict[str, Any]) -> float:
+    median: float = model["contenders"]["non-private"]["time"]["median"]
+    return median
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
