@@ -19,8 +19,9 @@ HEAD = """## Speed and memory
 
 One step of each method, as a multiple of the non-private step of the same private samples: time /
 peak memory. Methods with public data run the model on those too; "all samples" is what a
-non-private step of private and public ones costs. `python -m benchmarks.methods`, `benchmarks.growth` and `benchmarks.gsd`
-measure; how, and what the bars were, is in [performance](performance.md).
+non-private step of private and public ones costs. `python -m benchmarks.methods`,
+`benchmarks.growth` and `benchmarks.gsd` measure; how, and what the bars were, is in
+[performance](performance.md).
 """
 
 
