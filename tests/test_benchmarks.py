@@ -1,0 +1,96 @@
+"""The benchmarks: every contender takes a step, and the tables say what was measured."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import growth, methods, page
+from benchmarks.problems import PROBLEMS
+
+CASE = methods.Case(8, 8, 4)
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_takes_a_step(name: str) -> None:
+    problem = PROBLEMS["mlp-64"]
+    model = problem.model("cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    methods.step_of(model, *problem.data(16, "cpu"), 1.0, case=CASE, method=name).step()
+    assert all(
+        not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    )
+
+
+def test_the_private_samples_come_first() -> None:
+    seen = []
+
+    def of(model: Any, x: torch.Tensor, y: torch.Tensor, noise: float) -> Any:
+        seen.append((len(x), len(y)))
+        return None
+
+    x = torch.zeros(30, 1)
+    methods.on_private(torch.nn.Identity(), x, x, 0.0, case=methods.Case(20, 10, 1), of=of)
+    assert seen == [(20, 20)]
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_the_slope_is_the_power(power: float) -> None:
+    xs = [8, 16, 32, 64]
+    assert growth.slope(xs, [3.0 * x**power for x in xs]) == pytest.approx(power, abs=1e-9)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_thing_grows_at_a_time(device: str) -> None:
+    for names, points in growth.curves(device).values():
+        assert set(names) <= set(methods.METHODS)
+        xs = [point.x for point in points]
+        assert xs == sorted(xs)
+        for point in points:
+            assert point.case.rank <= point.case.public
+            expected = sum(p.numel() for p in PROBLEMS[point.problem].model("cpu").parameters())
+            if point.problem.startswith("mlp"):
+                assert point.x == expected
+
+
+def measured(**contenders: Any) -> dict[str, Any]:
+    return {
+        "environment": {"gpu": None, "cpu": "A processor", "threads": 2},
+        "models": {"cnn": {"batch": "8 + 8 public, k = 4", "contenders": contenders}},
+    }
+
+
+def test_the_table_of_methods() -> None:
+    plain = {"time": {"median": 20.0, "of_plain": 1.0}, "memory": {"of_plain": 1.0}}
+    slow = {"time": {"median": 50.0, "of_plain": 2.5}, "memory": {"of_plain": 1.25}}
+    text = page.methods_table(
+        measured(**{"non-private": plain, "GEP": slow, "other": {"reason": "no"}})
+    )
+    assert "**A processor, 2 threads**" in text
+    assert "| GEP | 2.50 / 1.25 |" in text
+    assert "| other | does not run |" in text
+    assert "The non-private step in milliseconds: CNN 20.0." in text
+
+
+def test_the_table_of_growth() -> None:
+    slopes = {"GEP": {"milliseconds": 1.04, "bytes": 0.5}}
+    curve = {"x": [8, 64], "slopes": slopes, "points": []}
+    text = page.growth_table({**measured(), "curves": {"samples": curve}})
+    assert "| samples | 8 … 64 | GEP | 1.04 / 0.50 |" in text
+
+
+def test_nothing_measured_is_no_page(tmp_path: Path) -> None:
+    assert page.page(tmp_path, tmp_path) == ""
+
+
+def test_a_memory_that_could_not_be_measured() -> None:
+    unknown = {"time": {"median": 1.0, "of_plain": 1.0}, "memory": {"reason": "out of memory"}}
+    assert page._factors(unknown) == "1.00 / —"
+    assert math.isnan(growth.slope([1, 2, 4, 8], [1.0, 1.0, float("nan"), 1.0]))
