@@ -163,14 +163,18 @@ class TrainingExperiment(Section):
     def settings(self, name: str) -> dict[str, Any]:
         """What a row's results depend on, besides target, rate and seed."""
         row = self.rows[name]
-        used = {key: self.data.public[key].model_dump(mode="json") for key in sorted(row.public)}
+        data = _stated(self.data) | {
+            "public": {key: _stated(self.data.public[key]) for key in sorted(row.public)}
+        }
         return {
-            "data": {**self.data.model_dump(mode="json", exclude={"public"}), "public": used},
-            "model": (row.model or self.model).model_dump(mode="json"),
-            "training": (row.training or self.training).model_dump(mode="json"),
-            "row": row.model_dump(
-                mode="json", exclude={"rates", "model", "training", "paper"}, exclude_none=True
-            ),
+            "data": data,
+            "model": _stated(row.model or self.model),
+            "training": _stated(row.training or self.training),
+            "row": {
+                key: value
+                for key, value in _stated(row).items()
+                if key not in ("rates", "model", "training", "paper")
+            },
             "targets": self.targets.symbol,
             "delta": self.targets.delta,
             "attack": self.attack,
@@ -178,10 +182,23 @@ class TrainingExperiment(Section):
 
     def digest(self, name: str) -> str:
         """Of the settings: results of other settings are not taken for this row's."""
-        text = json.dumps(self.settings(name), sort_keys=True)
+        text = json.dumps(self.settings(name), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def searched(self, name: str) -> tuple[str, tuple[float, ...]]:
         """The row whose search settles the learning rate, and its grid."""
         rates = self.rows[name].rates
         return self.searched(rates) if isinstance(rates, str) else (name, rates)
+
+
+def _stated(section: Section) -> dict[str, Any]:
+    """A section's names and what differs from its defaults.
+
+    Results thus stay valid when a section gets another key, whose default changes nothing.
+    """
+    found = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name in ("name", "source") or value != field.get_default(call_default_factory=True):
+            found[name] = _stated(value) if isinstance(value, Section) else value
+    return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dpspan.augmentation import RandomAffine
 from dpspan.transfer import WarmStart, WarmStartResult
 from training import data, network, setup, weights
 
@@ -167,6 +168,36 @@ def test_held_out_samples_only_decide_when_to_stop() -> None:
     assert len(rows(calls.evaluation)) == 8
     assert not rows(search) & rows(calls.evaluation)
     assert rows(final) == rows(search) | rows(calls.evaluation)
+
+
+def test_augmentation_changes_what_is_trained_on_and_nothing_else() -> None:
+    calls = Calls()
+    start = WarmStart(
+        data=random_labels(), loss=calls, max_epochs=2, augment=lambda x: x + 100 * torch.rand(())
+    )
+    start.run(network(), None)
+    original = rows([random_labels()[0]])
+    assert not rows(calls.training) & original
+    assert rows(calls.evaluation) <= original
+    assert len(rows(calls.training)) > len(original)  # other draws for every minibatch
+
+
+def test_the_same_seed_augments_alike() -> None:
+    data_ = random_labels()
+    seen = []
+    for seed in (0, 0, 1):
+        calls = Calls()
+        WarmStart(
+            data=data_,
+            loss=calls,
+            max_epochs=1,
+            validation=0,
+            batch_size=40,
+            augment=lambda x: x + torch.rand(()),
+            seed=seed,
+        ).run(network(), None)
+        seen.append(rows(calls.training))
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_minibatches_are_of_even_size_and_in_a_new_order() -> None:
@@ -410,9 +441,12 @@ def test_descriptions_are_plain_data() -> None:
     assert described == {
         "max_epochs": 2, "batch_size": 50, "learning_rate": 1e-3, "weight_decay": 0.0,
         "validation": 0.2, "patience": 20, "loss": "cross_entropy", "seed": 0,
+        "augment": None,
     }  # fmt: skip
     assert WarmStart(data=data()).describe()["loss"] is None
     assert WarmStart(data=data(), loss=Calls()).describe()["loss"] == "Calls"
+    augment = RandomAffine(degrees=5.0)
+    assert WarmStart(data=data(), augment=augment).describe()["augment"] == repr(augment)
     result = start.run(network(), None)
     described = json.loads(json.dumps(result.describe()))
     assert described["history"] == list(result.history)
@@ -426,6 +460,7 @@ def test_descriptions_are_plain_data() -> None:
         ("learning_rate", 0.0), ("learning_rate", math.nan), ("learning_rate", math.inf),
         ("weight_decay", -1.0), ("weight_decay", math.inf), ("validation", 1.0),
         ("validation", -0.1), ("validation", True), ("seed", -1), ("seed", 0.5), ("loss", "mean"),
+        ("augment", "mirror"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(argument: str, value: Any) -> None:

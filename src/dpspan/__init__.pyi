@@ -5,6 +5,7 @@ from .accounting import Budget as Budget
 from .accounting import calibrate as calibrate
 from .advice import advise as advise
 from .anchors import RandomSubspace as RandomSubspace
+from .augmentation import RandomAffine as RandomAffine
 from .capture import Capture as Capture
 from .certificate import write_certificate as write_certificate
 from .choose import Choice as Choice

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -43,7 +43,17 @@ class WarmStart:
         validation: share of the samples held out to find the number of epochs; 0 for none.
         patience: stop after so many epochs without a better held-out loss.
         loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion.
-        seed: for the split, the order of the samples and the model's dropout.
+        augment: changes the inputs of each minibatch at random (`RandomAffine()`, for images), not
+            those of the held-out samples. Give it more epochs.
+        seed: for the split, the order of the samples, augmentation and the model's dropout.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> images, labels = torch.randn(40, 4), torch.arange(40) % 2
+        >>> start = dpspan.WarmStart(data=(images, labels), max_epochs=3)
+        >>> result = start.run(nn.Linear(4, 2), nn.CrossEntropyLoss())  # make_private does this
     """
 
     data: object = field(repr=False)
@@ -54,6 +64,7 @@ class WarmStart:
     validation: float = 0.2
     patience: int = 20
     loss: SampleLosses | None = None
+    augment: Callable[[Any], Any] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,21 +76,23 @@ class WarmStart:
         expect(0 <= decay < math.inf, "weight_decay >= 0", self.weight_decay)
         share = check_number("validation", self.validation)
         expect(0 <= share < 1, "0 <= validation < 1", self.validation)
-        expect(self.loss is None or callable(self.loss), "loss to be a function", self.loss)
+        for name in ("loss", "augment"):
+            function = getattr(self, name)
+            expect(function is None or callable(function), f"{name} to be a function", function)
         seed = check_number("seed", self.seed)
         expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", self.seed)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, without the data."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "data"}
-        name = getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
-        return {**plain, "loss": None if self.loss is None else name}
+        return {**plain, "loss": _name_of(self.loss), "augment": _name_of(self.augment)}
 
     def summary(self, result: WarmStartResult) -> str:
         """For the record: what was done with the data."""
+        augmented = "" if self.augment is None else f", augmented by {_name_of(self.augment)}"
         return (
             f"warm start: {result.epochs} epochs of Adam at {self.learning_rate:g}, batches of "
-            f"{self.batch_size}, seed {self.seed}"
+            f"{self.batch_size}{augmented}, seed {self.seed}"
         )
 
     def run(
@@ -183,7 +196,7 @@ class _Trainer:
         samples: Tensor,
     ) -> None:
         self._model, self._losses, self._data, self._samples = model, losses, data, samples
-        self._batch_size = config.batch_size
+        self._batch_size, self._augment = config.batch_size, config.augment
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.Adam(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay
@@ -198,7 +211,8 @@ class _Trainer:
         finite = []
         for batch in order.tensor_split(math.ceil(len(order) / self._batch_size)):
             self._optimizer.zero_grad()
-            for losses in self._losses_of(batch):  # samples of other shapes come as other pieces
+            # Samples of other shapes come as other pieces.
+            for losses in self._losses_of(batch, self._augment):
                 loss = losses.sum() / len(batch)
                 loss.backward()
                 finite.append(loss.detach().isfinite())
@@ -219,11 +233,16 @@ class _Trainer:
             raise ValueError(_DIVERGED if self._optimizer.state else _NOT_FINITE_BEFORE)
         return mean
 
-    def _losses_of(self, samples: Tensor) -> Iterator[Tensor]:
+    def _losses_of(
+        self, samples: Tensor, augment: Callable[[Any], Any] | None = None
+    ) -> Iterator[Tensor]:
         """One loss per sample, in as few pieces as the batch size and their shapes allow."""
         device, chosen = _device(self._model), samples.sort().values
         for indices, inputs, labels in self._data.pieces(self._batch_size, chosen):
-            losses = self._losses(self._model, move(inputs, device), move(labels, device))
+            seen = move(inputs, device)
+            if augment is not None:
+                seen = augment(seen)
+            losses = self._losses(self._model, seen, move(labels, device))
             if losses.shape != indices.shape:
                 raise ValueError(
                     f"Expected loss to return one loss per sample, shape ({len(indices)},), got "
@@ -309,6 +328,15 @@ class _CriterionLoss:
             _, inputs, _ = next(data.pieces(1))
             outputs = self._criterion.outputs(call(model, move(inputs, _device(model))), 1)
         check_classes(data, outputs, self._given, otherwise="leave out samples of other classes")
+
+
+def _name_of(function: Callable[..., Any] | None) -> str | None:
+    """What a record calls a function: an object by its settings, a function by its name."""
+    if function is None:
+        return None
+    if is_dataclass(function):
+        return repr(function)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _labelled(source: object) -> PublicData:

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from dpspan.augmentation import RandomAffine
 from dpspan.public import PublicData
 from dpspan.second_phase import SecondPhase
 from dpspan.section import Count, Positive, Section, Share, Texts
@@ -191,6 +192,20 @@ AnyTrainable = Annotated[
 ]
 
 
+class AffineSection(Section):
+    """Random rotation, shift, scale, shear and mirroring of images."""
+
+    name: Literal["affine"] = "affine"
+    degrees: NotNegative = 12.0
+    shift: NotNegative = 0.1
+    scale: BelowOne = 0.1
+    shear: NotNegative = 0.1
+    mirror: bool = False
+
+    def build(self) -> RandomAffine:
+        return RandomAffine(**self.model_dump(exclude={"name"}))
+
+
 class WarmStartSection(Section):
     """Training on labelled public data first; with a `trainable` section, a second phase."""
 
@@ -201,10 +216,12 @@ class WarmStartSection(Section):
     weight_decay: NotNegative = 0.0
     validation: BelowOne = 0.2
     patience: Count = 20
+    augment: AffineSection | None = None
 
     def build(self, data: PublicData, trainable: Trainable | None, *, seed: int) -> WarmStart:
         """The warm start on these data."""
-        settings: dict[str, Any] = {**self.model_dump(exclude={"public"}), "seed": seed}
+        settings: dict[str, Any] = self.model_dump(exclude={"public", "augment"})
+        settings |= {"seed": seed, "augment": self.augment.build() if self.augment else None}
         if trainable is None:
             return WarmStart(data=data, **settings)
         return SecondPhase(data=data, trainable=trainable, **settings)
