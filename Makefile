@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all lint types docs bench clean
+.PHONY: setup demo test test-all lint types docs screenshots results experiment bench clean
 
 setup: .venv/.ready
 
@@ -31,6 +31,20 @@ test: lint types docs
 
 test-all: lint types docs
 	$(BIN)/pytest -n 2
+
+runs/demo/report.html:
+	$(MAKE) demo
+
+screenshots: setup runs/demo/report.html
+	$(BIN)/python tools/screenshots.py runs/demo/report.html docs
+
+# Renders docs/results.md and its plots from the stored results, without data or GPU
+results: setup
+	$(BIN)/python -m experiments --render
+
+# make experiment NAME=pdpsgd-mnist DATA=folder OPTIONS="--device cuda --jobs 4"
+experiment: setup
+	$(BIN)/python -m experiments $(NAME) --data $(DATA) $(OPTIONS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.dpsgd

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from dp_accounting import dp_event, pld, rdp
 from typer.testing import CliRunner
 
 from digits import digits, settings, write_csv, write_idx, write_images, write_npz
+from dpspan import PrivacyEngine, SecondPhase
+from dpspan.advice import Advice
 from dpspan.cli import app
 from dpspan.config import load_config
 from dpspan.run import RunFolder
+from dpspan.run.parts import make_parts
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
 
@@ -59,13 +63,38 @@ def test_train_and_what_follows(folder: Path) -> None:
     assert "holds a run already. Go on with it by --resume" in again.stderr
     assert "Traceback" not in again.stderr
     assert "Done: ε =" in dpspan("train", path, "--resume").stderr
-    attack = as_json("audit", folder / "run")
-    assert attack["private"] is False
-    assert attack["unprivate"] is True
-    assert 0.3 < attack["success_rate"] < 0.7
-    assert "NOT PRIVATE" in dpspan("audit", folder / "run").stdout
     assert as_json("report", folder / "run")["report"].endswith("report.html")
     assert (folder / "run" / "report.html").stat().st_size > 1000
+
+
+def test_an_audit_leaves_its_trace(folder: Path) -> None:
+    path, run = written(folder), RunFolder(folder / "run")
+    dpspan("train", path)
+    assert "audit" not in run.certificate.read_text() + run.ledger.read_text()
+    attack = as_json("audit", run.path)
+    assert attack.pop("private") is False
+    assert all(name.startswith("unprivate_") for name in attack)
+    assert 0.3 < attack["unprivate_success_rate"] < 0.7
+    assert json.loads(run.audit.read_text()) == attack
+    note = "unprivate: an audit (membership inference) of the model was made on private records"
+    for document in (run.ledger, run.certificate):
+        assert json.loads(document.read_text())["warnings"].count(note) == 1
+    assert "NOT PRIVATE" in dpspan("audit", run.path).stdout
+    dpspan("train", path, "--resume")  # writes the certificate anew
+    assert json.loads(run.certificate.read_text())["warnings"].count(note) == 1
+    page = Path(as_json("report", run.path)["report"]).read_text()
+    assert note in page
+    assert "unprivate_success_rate" not in page
+
+
+def test_an_audit_that_cannot_be_recorded_is_not_shown(folder: Path) -> None:
+    dpspan("train", written(folder))
+    run = RunFolder(folder / "run")
+    with run.locked():
+        refused = dpspan("audit", run.path, code=1)
+    assert refused.stdout == ""
+    assert "Another process is training in" in refused.stderr
+    assert not run.audit.exists()
 
 
 def test_one_sentence_and_no_traceback(folder: Path) -> None:
@@ -293,20 +322,168 @@ def test_choose(folder: Path) -> None:
     assert "has no `choose` section" in dpspan("choose", plain, code=1).stderr
 
 
-@pytest.mark.slow
+PRICE = {"epsilon": 8.0, "delta": 1e-5, "accountant": "rdp"}
+
+
+def shared(folder: Path, **training: Any) -> dict[str, Any]:
+    whole: Any = settings(folder)["training"]
+    return {"budget": PRICE, "training": {**whole, "epochs": 1, **training}}
+
+
 def test_compare(folder: Path) -> None:
-    budget = {"epsilon": 8.0, "delta": 1e-5, "accountant": "rdp"}
-    training = {**settings(folder)["training"], "epochs": 1}
-    shared = {"budget": budget, "training": training}
     warm = {"public": "optin", "max_epochs": 2}
-    one = written(folder, "warm.yaml", **shared, warm_start=warm)
-    two = written(folder, "rgp.yaml", **shared, method={"name": "rgp", "rank": 2})
+    one = written(folder, "warm.yaml", **shared(folder), warm_start=warm)
+    two = written(folder, "rgp.yaml", **shared(folder), method={"name": "rgp", "rank": 2})
     result = as_json("compare", one, two, "--out", "both", "--seeds", 1)
     assert {row["name"] for row in result["rows"]} >= {"warm", "rgp", "public only"}
     assert (folder / "both" / "comparison.png").exists()
-    other = written(folder, "other.yaml", **{**shared, "budget": {**budget, "epsilon": 2.0}})
-    refused = dpspan("compare", one, other, "--out", "more", code=1)
-    assert "Expected the same `budget` in all configurations" in refused.stderr
+    assert result["epsilon_together"] > 8.0
+
+
+def test_compare_trains_as_the_configurations_say(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizer, schedule, pieces, seed, records, accountant, fix, trainable: none is ignored."""
+    (folder / "fixable.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    return nn.Sequential(\n"
+        "        nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))\n"
+    )
+    data: Any = settings(folder)["data"]
+    adam = {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1}
+    options = {
+        "physical_batch_size": 7,
+        "seed": 5,
+        "optimizer": adam,
+        "schedule": {"name": "cosine", "warmup": 0.1},
+    }
+    path = written(
+        folder,
+        "mine.yaml",
+        **shared(folder, **options),
+        data={**data, "records": 960},
+        model={"name": "factory", "factory": "fixable:net", "fix": True},
+        trainable={"name": "last-layers", "count": 1},
+        warm_start={"public": "optin", "max_epochs": 2},
+    )
+    seen: dict[str, Any] = {}
+    original = PrivacyEngine.make_private
+
+    def spy(self: PrivacyEngine, **arguments: Any) -> Any:
+        seen.update(arguments)
+        return original(self, **arguments)
+
+    monkeypatch.setattr(PrivacyEngine, "make_private", spy)
+    as_json("compare", path, "--out", "out", "--seeds", 1)
+    trained = [n for n, p in seen["module"].named_parameters() if p.requires_grad]
+    assert trained == ["3.weight", "3.bias"]
+    assert "GroupNorm" in str(seen["module"])
+    assert isinstance(seen["warm_start"], SecondPhase)
+    assert seen["warm_start"].seed == 5
+    assert seen["max_physical_batch_size"] == 7
+    group = seen["optimizer"].param_groups[0]
+    assert (type(seen["optimizer"]).__name__, group["weight_decay"]) == ("AdamW", 0.1)
+    assert group["lr"] < 0.005  # the cosine is near its end
+    run = folder / "out" / "mine" / "seed-5"
+    certificate = json.loads((run / "certificate.json").read_text())
+    (entry,) = certificate["events"]
+    assert (entry["count"], entry["event"]["sampling_probability"]) == (10, 0.1)
+    assert certificate["accountant"]["used"] == "rdp"
+    dpspan("compare", path, "--out", "out", "--seeds", 1)  # nothing is released again
+    other = yaml.safe_load(path.read_text())
+    other["trainable"]["count"] = 2
+    path.write_text(yaml.safe_dump(other))
+    refused = dpspan("compare", path, "--out", "out", "--seeds", 1, code=1)
+    assert "holds a run with other settings" in refused.stderr
+
+
+def test_compare_pays_for_a_choice_once(folder: Path) -> None:
+    sections = {**shared(folder), "data": two_candidates(folder), "choose": {"epsilon": 0.5}}
+    gep = written(folder, "gep.yaml", **sections, method={"name": "gep", "rank": 4})
+    other = written(folder, "biased.yaml", **sections, method={"name": "biased-gep", "rank": 4})
+    result = as_json("compare", gep, other, "--out", "out", "--seeds", 1)
+    choice = (folder / "out" / "choice.json").read_bytes()
+
+    def choices(name: str) -> int:
+        events = json.loads((folder / "out" / name / "certificate.json").read_text())["events"]
+        return sum(e["count"] for e in events if "Laplace" in e["event"]["kind"])
+
+    assert choices("gep/seed-0") == choices("biased/seed-0") == choices("") == 1
+    assert choices("dp-sgd/seed-0") == 0
+    assert all(row["results"][0]["epsilon"] <= 8.0 for row in result["rows"])
+    assert as_json("compare", gep, other, "--out", "out", "--seeds", 1) == result
+    assert (folder / "out" / "choice.json").read_bytes() == choice
+
+
+def test_compare_refuses(folder: Path) -> None:
+    def refused(*paths: Path) -> str:
+        answer = dpspan("compare", *paths, "--out", "out", code=1).stderr
+        assert not (folder / "out").exists()
+        return str(answer)
+
+    one = written(folder, "one.yaml", **shared(folder))
+    (folder / "sub").mkdir()
+    twin = written(folder, "sub/one.yaml", **shared(folder), method={"name": "rgp"})
+    assert "Expected configurations with different file names" in refused(one, twin)
+    dear = written(folder, "two.yaml", **{**shared(folder), "budget": {**PRICE, "epsilon": 2.0}})
+    assert "Expected the same `budget` in all configurations" in refused(one, dear)
+    pieces = written(folder, "two.yaml", **shared(folder, physical_batch_size=3))
+    assert "Expected the same `training.physical_batch_size`" in refused(one, pieces)
+    last = written(folder, "two.yaml", **shared(folder), trainable={"name": "last-layers"})
+    assert "Expected the same `trainable`" in refused(one, last)
+    noisy = written(folder, "two.yaml")
+    assert "Expected budget.epsilon" in refused(noisy)
+    data: Any = settings(folder)["data"]
+    untested = written(folder, "two.yaml", **shared(folder), data={**data, "test": None})
+    assert "Expected data.test" in refused(untested)
+
+
+def test_the_probe_network_can_be_trained(folder: Path) -> None:
+    path = written(folder, model={"name": "probe"}, training={**shared(folder)["training"]})
+    config = load_config(path)
+    parts = make_parts(config)
+    first, again = (config.model.build(parts.private, seed=3).state_dict() for _ in range(2))
+    other = config.model.build(parts.private, seed=4).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["layers.0.weight"], other["layers.0.weight"])
+
+
+def test_advise_rehearses_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def note(task: Any, contenders: Any, **others: Any) -> Any:
+        given.update(others, task=task, contenders={c.name: c for c in contenders})
+        return Advice(recommended="a", sure=False, tied=(), trials=(), notes=("n",))
+
+    monkeypatch.setattr("dpspan.advice.advise", note)
+    data = two_candidates(folder)
+    data["private"]["path"] = data["test"]["path"] = "not-there.npz"
+    adam = {"name": "adam", "learning_rate": 0.01}
+    path = written(
+        folder,
+        **shared(folder, optimizer=adam, schedule={"name": "cosine"}, physical_batch_size=7),
+        data={**data, "records": 960},
+        model={"name": "mlp", "fix": True},
+        trainable={"name": "last-layers", "count": 1},
+        method={"name": "gep", "rank": 4},
+        choose={"epsilon": 0.5},
+    )
+    answer = as_json("advise", path)
+    assert answer["notes"][1].startswith("The private choice may fall on other public data")
+    assert given["rates"] == pytest.approx([0.002, 0.005, 0.01, 0.02, 0.04])
+    task, own = given["task"], given["contenders"]["c"]
+    assert (task.records, task.accountant, task.physical_batch_size) == (960, "rdp", 7)
+    model = task.model()
+    assert sum(p.requires_grad for p in model.parameters()) == 2
+    for contender in given["contenders"].values():
+        described = contender.describe()
+        assert described["optimizer"]["name"] == "AdamW"
+        assert described["schedule"]["last"] < 1e-3
+        chosen = getattr(contender.method, "public", None) is not None
+        assert (contender.paid is not None) == chosen
+    assert type(own.method).__name__ == "GEP"
+    assert own.paid["events"][0]["event"]["noise_parameter"] == 0.5
 
 
 @pytest.mark.slow
@@ -319,3 +496,33 @@ def test_advise_leaves_private_data_alone(folder: Path) -> None:
     assert "Expected data.records or --records" in dpspan("advise", path, code=1).stderr
     advice = as_json("advise", path, "--records", 400, "--folds", 3)
     assert advice["recommended"] in [trial["name"] for trial in advice["trials"]]
+
+
+# -- disks ----------------------------------------------------------------------------------------
+
+
+class TestDisks:
+    def test_a_full_one_costs_a_sentence_and_not_the_run(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        path = written(folder)
+        with monkeypatch.context() as small:
+            small.setattr("dpspan.checkpoint.safetensors.torch.save_file", full)
+            refused = dpspan("train", path, code=1)
+        assert "\nError: Cannot write a checkpoint to " in refused.stderr  # after the progress
+        assert "No space left on device. Choose a folder" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert as_json("train", path, "--resume")["status"] == "finished"
+        certificate = json.loads(RunFolder(folder / "run").certificate.read_text())
+        assert certificate["steps"] == 10  # nothing was released before the first checkpoint
+
+    def test_a_report_that_cannot_be_written(self, folder: Path) -> None:
+        dpspan("train", written(folder))
+        (folder / "file").write_text("")
+        refused = dpspan("report", folder / "run", "--out", folder / "file" / "r.html", code=1)
+        assert refused.stderr.startswith("Error: Cannot write the report to ")
+        assert "Choose a folder that can be written to" in refused.stderr
+        assert "which is none" in dpspan("report", folder / "nowhere", code=1).stderr

@@ -55,6 +55,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         budget=Budget(epsilon=5.0, delta=1e-5),
         public=public,
         warm_start=WarmStart(data=public, max_epochs=3),
+        test_is_public=True,
     )
     gep = GEP(public=public[0], rank=2, clip=1.0, diagnose=1)
     contenders = [
@@ -141,11 +142,30 @@ class TestPage:
             assert f"{100 * mean:.1f} ± {100 * deviation:.1f}" in page
         assert f"costs up to ε = {comparison['epsilon_together']:.2f}" in page
 
+    def test_what_notes_no_noise_is_named(self, compared: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "copy"
+        shutil.copytree(compared, folder)
+        for path in (folder / "warm-start-dp-sgd").rglob("certificate.json"):
+            certificate = json.loads(path.read_text())
+            certificate["training"]["method"] = "RGP"  # which has no notes
+            path.write_text(json.dumps(certificate))
+        text = render([folder], folder / "report.html").read_text()
+        assert "so without a bar: warm start + DP-SGD." in text
+        assert "without a bar" not in render([compared], tmp_path / "r.html").read_text()
+
     def test_several_folders(self, compared: Path, tmp_path: Path) -> None:
         folders = [compared / "dp-sgd", compared / "public-only"]
         text = render(folders, tmp_path / "deep" / "report.html").read_text()
         assert "4 training runs" in text
         assert "if all" not in text  # no certificate covers just these
+
+    def test_one_run_is_not_told_about_others(self, compared: Path, tmp_path: Path) -> None:
+        page = render([compared], tmp_path / "all.html").read_text()
+        text = render([compared / "dp-sgd" / "seed-0"], tmp_path / "r.html").read_text()
+        for words in ("Means over seeds.", "A dotted line", "Dashed lines", 'id="plot-noise"'):
+            assert words in page
+            assert words not in text
+        assert 'class="legend"' not in text
 
     def test_public_data_only(self, compared: Path, tmp_path: Path) -> None:
         text = render([compared / "public-only"], tmp_path / "r.html").read_text()
@@ -180,6 +200,8 @@ class TestUnprivate:
             assert f"plot-{name}" not in text
         asked = render([folder], folder / "report.html", include_unprivate=True).read_text()
         assert "Not for publication." in asked
+        assert asked.count("NOT PRIVATE: measured on test records that nobody declared") == 2
+        assert "that were declared public, by models" not in asked
 
     @given(TREES)
     def test_at_every_depth(self, tree: Any) -> None:
@@ -213,7 +235,7 @@ class TestAlarms:
         path.write_text(json.dumps(certificate))
         text = render([single], tmp_path / "r.html").read_text()
         assert "ε = inf" in text
-        assert "right at most 100.0 % of the time" in text
+        assert "right at most 100.0&nbsp;% of the time" in text
 
     @pytest.mark.parametrize(
         ("prepare", "message"),
@@ -320,4 +342,20 @@ class TestInABrowser:
         assert asked == [address]
         view.screenshot(path=tmp_path / "page.png", full_page=True)
         assert (tmp_path / "page.png").stat().st_size > 20_000
+        view.close()
+
+    def test_on_paper(self, browser: Any, compared: Path, page: str, tmp_path: Path) -> None:
+        """A page of A4 has no room to scroll and nothing to click: settings are open."""
+        view = browser.new_page(viewport={"width": 680, "height": 1000})
+        view.goto((compared / "report.html").as_uri())
+        closed = view.locator("details pre").first
+        assert not closed.is_visible()
+        view.emulate_media(media="print")
+        assert closed.is_visible()
+        assert view.evaluate("document.documentElement.scrollWidth") <= 680
+        assert view.evaluate(_OVERFLOWS) == []
+        left, right = (view.locator(f"#plot-{n}").bounding_box() for n in ("accuracy", "runs"))
+        assert left["y"] == right["y"]  # side by side
+        view.pdf(path=tmp_path / "page.pdf", format="A4")
+        assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
         view.close()

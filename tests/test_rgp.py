@@ -130,6 +130,28 @@ def test_history_finds_the_directions_of_the_update() -> None:
         assert torch.allclose(made.right @ made.right.T, torch.eye(3, dtype=F64), atol=1e-12)
 
 
+@pytest.mark.parametrize("source", [History(), History(iterations=3), Chance()])
+def test_a_stack_of_weights_has_the_carriers_of_each(source: Any) -> None:
+    g = torch.Generator().manual_seed(0)
+    now, first = (torch.randn(4, 9, 7, generator=g, dtype=F64) for _ in range(2))
+    numbers = torch.randn(4, 9, 9, generator=g, dtype=F64)
+    stacked = source.carrier(now, first, 3, 5, lambda *sizes: numbers[:, : sizes[1], : sizes[2]])
+    for i in range(4):
+        alone = source.carrier(now[i], first[i], 3, 5, lambda a, b, i=i: numbers[i, :a, :b])
+        assert torch.allclose(stacked.left[i], alone.left, atol=1e-12)
+        assert torch.allclose(stacked.right[i], alone.right, atol=1e-12)
+
+
+def test_weights_of_one_shape_have_carriers_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    mechanism = RGP(rank=2, clip=1.0).bind(Setting(model=model))
+    lefts = [carrier.left for carrier in mechanism.carriers().values()]
+    assert len(lefts) == 3
+    for one, other in pairwise(lefts):
+        assert torch.linalg.matrix_norm(one.T @ other, 2) < 0.999
+
+
 # -- privacy --------------------------------------------------------------------------------------
 
 
@@ -198,6 +220,28 @@ def test_every_trained_number_gets_its_noise(n: int) -> None:
         assert abs(energy - expected) < 5 * expected * math.sqrt(2 / (dims * draws))
     for left, right in pairwise(released):
         assert not torch.equal(left["0.weight"], right["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"orthogonal": False}, {"left_only": True}, {"full_scale": 0.5}]
+)
+def test_the_noise_that_is_noted_is_the_noise_of_the_update(options: Any) -> None:
+    model = small_model()
+    mechanism = RGP(rank=2, clip=CLIP, **options).bind(Setting(model=model))
+    assert mechanism.diagnostics() == []
+    J = per_sample_gradients(model, losses, torch.randn(4, 12, dtype=F64))
+    nothing = {name: torch.zeros_like(v) for name, v in mechanism.clipped_sum(J).items()}
+    found: dict[str, list[float]] = {"carriers": [], "full": []}
+    for seed in range(300):
+        update = mechanism.release(dict(nothing), Noise(seed=seed), 2.0)
+        for part, names in (("carriers", {"0.weight", "3.weight"}), ("full", None)):
+            names = names or set(update) - {"0.weight", "3.weight"}
+            found[part].append(float(flat({n: update[n] for n in names}).square().sum()))
+    (note,) = mechanism.diagnostics()  # once: it does not change
+    for part, energies in found.items():
+        mean = sum(energies) / 300
+        # At least 36 squared normals a draw: five standard deviations of the mean of 300
+        assert mean == pytest.approx(note["noise_energy"][part], rel=5 * math.sqrt(2 / 36 / 300))
 
 
 def test_tied_weights_stay_full() -> None:

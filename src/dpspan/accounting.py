@@ -33,7 +33,16 @@ _HINT_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The (ε, δ) that a run may spend."""
+    """The (ε, δ) that a run may spend.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.Budget(epsilon=3.0, delta=1e-5)
+        Budget(epsilon=3.0, delta=1e-05)
+        >>> dpspan.Budget(epsilon=-1.0, delta=1e-5)
+        Traceback (most recent call last):
+        ValueError: Expected target_epsilon > 0, got -1.0.
+    """
 
     epsilon: float
     delta: float
@@ -67,6 +76,12 @@ def calibrate(
 
     What `spent` has recorded counts towards the target. The accountant is by default its own, or
     "pld".
+
+    Examples:
+        >>> import dpspan
+        >>> z = dpspan.calibrate(2.0, 1e-5, sample_rate=0.02, steps=2500)
+        >>> round(z, 2)
+        2.14
     """
     budget = Budget(epsilon=target_epsilon, delta=target_delta)
     check_count("steps", steps)

@@ -158,6 +158,11 @@ class RandomSubspace:
 
     The papers' control experiment: random directions hold little of the gradients. `redraw` takes
     new ones at every refresh of the method.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.PDPSGD(subspace=dpspan.RandomSubspace(rank=800), clip=1.0).describe()["rank"]
+        800
     """
 
     rank: int

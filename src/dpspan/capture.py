@@ -28,7 +28,19 @@ from dpspan.numerics import exact
 
 
 class Capture:
-    """Hooks on a model; `expect(n)` arms them for one batch, `collect()` returns its gradients."""
+    """Hooks on a model; `expect(n)` arms them for one batch, `collect()` returns its gradients.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> with dpspan.Capture(model) as capture:
+        ...     capture.expect(2)
+        ...     model(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).sum().backward()
+        ...     capture.collect().norms().tolist()
+        [5.0, 2.0]
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Draw = Callable[[int, int], Tensor]  # a matrix of standard normals, from a public seed
+Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
 
 
 class Carrier(NamedTuple):
@@ -52,7 +52,7 @@ class CarrierSource(Protocol):
     """Where the carriers of a step come from."""
 
     def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
-        """Carriers for a weight, as a matrix, that was `first` at step 0."""
+        """Carriers for a weight that was `first` at step 0, as a matrix, or a stack of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,11 @@ class History:
     """The directions of the update so far, W_t − W_0; in the first `warmup` steps those of W_t.
 
     Found by one power pass (the paper's Algorithm 2): two products, and no SVD.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.carriers import History
+        >>> method = dpspan.RGP(rank=8, clip=1.0, carriers=History(warmup=10))
     """
 
     warmup: int = 1
@@ -73,11 +78,12 @@ class History:
     def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
         """The power method on the historical update."""
         update = weight if step < self.warmup else weight - first
-        right = draw(rank, weight.shape[1])
+        *stack, _, d_in = weight.shape
+        right = draw(*stack, rank, d_in)
         for _ in range(self.iterations):
-            left = orthonormal(update @ right.T)
-            right = left.T @ update
-        return Carrier(left, orthonormal(right.T).T)
+            left = orthonormal(update @ right.mT)
+            right = left.mT @ update
+        return Carrier(left, orthonormal(right.mT).mT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +92,9 @@ class Chance:
 
     def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
         """Random L and R."""
-        left, right = (orthonormal(draw(size, rank)) for size in weight.shape)
-        return Carrier(left, right.T)
+        *stack, d_out, d_in = weight.shape
+        left, right = (orthonormal(draw(*stack, size, rank)) for size in (d_out, d_in))
+        return Carrier(left, right.mT)
 
 
 def orthonormal(x: Tensor) -> Tensor:

@@ -22,7 +22,14 @@ class ClippingRule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FlatClipping:
-    """min(1, C/‖g‖): short gradients stay, long ones end on the sphere of radius C."""
+    """min(1, C/‖g‖): short gradients stay, long ones end on the sphere of radius C.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> dpspan.FlatClipping().factor(torch.tensor([0.5, 4.0]), 1.0)
+        tensor([1.0000, 0.2500])
+    """
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
         """min(1, C/‖g‖)."""
@@ -31,7 +38,15 @@ class FlatClipping:
 
 @dataclass(frozen=True, kw_only=True)
 class AutomaticClipping:
-    """C/(‖g‖ + γ): every gradient is normalised (Bu et al. 2023), so C needs no tuning."""
+    """C/(‖g‖ + γ): every gradient is normalised (Bu et al. 2023), so C needs no tuning.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> method = dpspan.DPSGD(clip=1.0, clipping=dpspan.AutomaticClipping())
+        >>> dpspan.AutomaticClipping(stability=0.1).factor(torch.tensor([0.4, 1.9]), 1.0)
+        tensor([2.0000, 0.5000])
+    """
 
     stability: float = 0.01
 

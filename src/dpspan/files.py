@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +16,17 @@ import safetensors
 def replacing(path: Path, *, what: str) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place, and is on the disk, at the end.
 
-    After an error the old file is still there. A process that is killed may leave the temporary
-    file behind: `.NAME.….tmp`.
+    It may be read by whoever could read the old file; a new one by whom the umask allows. After an
+    error the old file is still there. A process that is killed may leave the temporary file
+    behind: `.NAME.….tmp`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        os.close(descriptor)
-        temporary = Path(name)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        temporary.touch(exist_ok=False)
         try:
+            if path.exists():
+                shutil.copymode(path, temporary)
             yield temporary
             _sync(temporary)  # or a crash could leave an empty file under the new name
             temporary.replace(path)

@@ -52,6 +52,17 @@ def unprivate_low_rank(
             with them, also what carriers from the history would miss.
         layers: which weights, as for `RGP`.
         seed: of the numbers that the power method starts from.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from dpspan.low_rank import unprivate_low_rank
+        >>> def loss(model, x, y):
+        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> public = torch.randn(50, 8), torch.arange(50) % 8
+        >>> found = unprivate_low_rank(nn.Linear(8, 8), loss, *public, rank=2)
+        >>> list(found), 1 <= found["weight"].stable_rank <= 8
+        (['weight'], True)
     """
     check_count("rank", rank)
     weights = carried_weights(model, rank, layers)

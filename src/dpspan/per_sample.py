@@ -18,6 +18,17 @@ def per_sample_gradients(
     """The gradients of each sample's loss, where `loss_fn(model, *batch)` gives one loss a sample.
 
     Nothing here is private: this is the raw material of the mechanisms.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> def loss(model, x, y):
+        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
+        >>> J = dpspan.per_sample_gradients(nn.Linear(4, 2), loss, x, y)
+        >>> J.samples, J.norms().shape
+        (5, torch.Size([5]))
     """
     sizes = {
         leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()

@@ -44,6 +44,14 @@ class PublicData:
     """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
 
     Two of them are equal if their names and contents are, however the samples were batched.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
+        >>> data = dpspan.PublicData.of((images, labels), name="scans")
+        >>> data.name, data.count, data.labelled
+        ('scans', 100, True)
     """
 
     name: str
@@ -400,6 +408,14 @@ def without_public(
     They are taken out of the private side, where each record's fate depends on that record and on
     public data alone. To take the copies out of the public data would tell from the public data
     which records are private.
+
+    Examples:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> records = TensorDataset(torch.arange(10.0)[:, None])
+        >>> len(dpspan.without_public(records, torch.tensor([[3.0], [4.0]])))
+        8
     """
     known = set(_public_fingerprints(PublicData.of(public)))
     return Subset(

@@ -60,6 +60,12 @@ class RealLabels:
     """The labels that the public data come with.
 
     `otherwise` is what an error advises if they are not the model's classes.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> public = torch.randn(100, 64), torch.randint(10, (100,))
+        >>> method = dpspan.GEP(public=public, rank=10, public_labels=dpspan.RealLabels())
     """
 
     otherwise: str = field(default="pass public_labels='random'", repr=False, compare=False)
@@ -75,6 +81,12 @@ class RandomLabels:
     """Labels that are drawn once and kept, or drawn anew at every refresh of the subspace.
 
     The samples need no labels then: GEP's setting. The seed is no secret, as the data are public.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> labels = dpspan.RandomLabels(redraw=True)
+        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, public_labels=labels)
     """
 
     redraw: bool = False

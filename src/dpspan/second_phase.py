@@ -31,6 +31,16 @@ class SecondPhase(WarmStart):
     Args:
         trainable: `LastLayers(2)`, `FirstAndLast()`, `Named(("fc",))`, `BiasOnly()`, `LoRA(rank=8)`
             or your own.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> public = torch.randn(40, 4), torch.arange(40) % 2
+        >>> phase = dpspan.SecondPhase(data=public, trainable=dpspan.LastLayers(1))
+        >>> model = phase.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['2.weight', '2.bias']
     """
 
     trainable: Trainable

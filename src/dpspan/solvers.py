@@ -37,7 +37,16 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Eigh:
-    """The eigendecomposition of K in float64: exact, and fast up to a few hundred gradients."""
+    """The eigendecomposition of K in float64: exact, and fast up to a few hundred gradients.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> public, solver = torch.randn(100, 64), dpspan.Eigh()
+        >>> method = dpspan.GEP(public=public, rank=10, solver=solver)
+        >>> method.describe()["solver"]
+        'Eigh()'
+    """
 
     def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
         """The top eigenvectors."""
@@ -48,7 +57,16 @@ class Eigh:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanczos:
-    """Implicitly restarted Lanczos, as PDP-SGD uses: for few directions among many gradients."""
+    """Implicitly restarted Lanczos, as PDP-SGD uses: for few directions among many gradients.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> public, solver = torch.randn(100, 64), dpspan.Lanczos()
+        >>> method = dpspan.GEP(public=public, rank=10, solver=solver)
+        >>> method.describe()["solver"]
+        'Lanczos()'
+    """
 
     def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
@@ -75,6 +93,14 @@ class PowerIteration:
     B ← orthonormalise(B Hᵀ H), which in coefficients is C ← C K. The first call takes the
     eigendecomposition. Made of products and small Cholesky factors, a step on a GPU waits for
     nothing; directions beyond the rank of K shrink to zero.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> public, solver = torch.randn(100, 64), dpspan.PowerIteration(iterations=2)
+        >>> method = dpspan.GEP(public=public, rank=10, solver=solver)
+        >>> method.describe()["solver"]
+        'PowerIteration(iterations=2)'
     """
 
     iterations: int = 1

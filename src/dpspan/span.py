@@ -99,7 +99,13 @@ def grouped(shapes: Mapping[str, torch.Size], groups: Groups) -> list[tuple[str,
 
 
 def by_stage(name: str) -> str:
-    """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`."""
+    """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.by_stage("layer3.0.conv1.weight")
+        'layer3'
+    """
     return name.split(".")[0]
 
 

@@ -30,7 +30,25 @@ from dpspan.solvers import Basis, Eigh, Solver
 
 
 class Subspace:
-    """The span of B = C H."""
+    """The span of B = C H.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> def loss(model, x, y):
+        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(20, 4), torch.arange(20) % 3
+        >>> H = dpspan.per_sample_gradients(model, loss, x[:10], y[:10])
+        >>> J = dpspan.per_sample_gradients(model, loss, x[10:], y[10:])
+        >>> V = dpspan.Subspace.from_gradients(H, rank=5)
+        >>> V.embed(J).shape
+        torch.Size([10, 5])
+        >>> {name: value.shape for name, value in V.lift(torch.ones(5)).items()}
+        {'weight': torch.Size([3, 4]), 'bias': torch.Size([3])}
+        >>> bool((V.captured_energy(J) <= 1.001).all())
+        True
+    """
 
     def __init__(
         self,

@@ -52,6 +52,15 @@ def gsd(
         labels: "random", as in the paper, or "real".
         seed: of the random labels, the same for both sides.
         piece: samples run through the model at a time.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> model, batch = nn.Linear(8, 3), torch.randn(50, 8)
+        >>> distance = dpspan.gsd(model, nn.CrossEntropyLoss(), batch, batch, rank=4)
+        >>> round(distance, 3)  # the same data, the same directions
+        0.0
     """
     model = evaluated(model)
     sides = []

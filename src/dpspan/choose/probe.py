@@ -16,7 +16,14 @@ _FEATURES = 16 * 3 * 3
 
 
 class ProbeNetwork(nn.Module):
-    """Logits of images (n, channels, height, width) of any size; the same weights for a seed."""
+    """Logits of images (n, channels, height, width) of any size; the same weights for a seed.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.choose import ProbeNetwork
+        >>> ProbeNetwork(channels=3, classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
 
     def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:
         super().__init__()

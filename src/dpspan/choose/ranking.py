@@ -136,6 +136,17 @@ def rank_public(
         seed: of the samples that are drawn and of their random labels.
         piece: samples run through the model at a time.
         ledger: where to note that this was looked at; the numbers themselves never go there.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> model, criterion = nn.Linear(8, 3), nn.CrossEntropyLoss()
+        >>> records = torch.randn(100, 8)  # ones that you may look at
+        >>> candidates = {"same": records, "other": torch.ones(50, 8)}
+        >>> table = dpspan.rank_public(model, criterion, records, candidates, rank=2)
+        >>> [row.name for row in table.rows]
+        ['same', 'other']
     """
     model = evaluated(model)
     data = _candidates(candidates, combinations, samples, seed)

@@ -30,6 +30,16 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
     then needs no other learning rate for other units. The other parameters are those of
     `PrivateLogisticRegression`, and so are the warnings: no scaler of private records before it in
     a pipeline, and every fit spends ε again.
+
+    Examples:
+        >>> import numpy as np
+        >>> from dpspan.convex import PrivateLinearRegression
+        >>> draw = np.random.default_rng(0)
+        >>> X = draw.normal(size=(2000, 4))
+        >>> y = 20 + 5 * X[:, 0]  # years, say
+        >>> model = PrivateLinearRegression(epsilon=1.0, target_bounds=(0, 40), accountant="rdp")
+        >>> model.fit(X, y).predict(X[:3]).shape
+        (3,)
     """
 
     def __init__(

@@ -21,6 +21,16 @@ class PrivateLinearSVC(PrivateLinearClassifier):
     are learned one against the rest, all in one vector under one clip. The other parameters are
     those of `PrivateLogisticRegression`, and so are the warnings: no scaler of private records
     before it in a pipeline, and every fit spends ε again.
+
+    Examples:
+        >>> import numpy as np
+        >>> from dpspan.convex import PrivateLinearSVC
+        >>> draw = np.random.default_rng(0)
+        >>> X = draw.normal(size=(2000, 4))
+        >>> y = (X[:, 0] > 0).astype(int)
+        >>> model = PrivateLinearSVC(epsilon=1.0, accountant="rdp").fit(X, y)
+        >>> model.predict(X[:3]).shape
+        (3,)
     """
 
     def __init__(

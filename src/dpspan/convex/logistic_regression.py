@@ -29,6 +29,19 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.
+
+    Examples:
+        >>> import numpy as np
+        >>> from dpspan.convex import PrivateLogisticRegression
+        >>> draw = np.random.default_rng(0)
+        >>> X = draw.normal(size=(2000, 4))
+        >>> y = (X[:, 0] > 0).astype(int)
+        >>> model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6, classes=[0, 1], records=2000)
+        >>> model = model.fit(X, y)
+        >>> 0.999 <= model.epsilon_ <= 1.0
+        True
+        >>> model.certificate_["private"]
+        True
     """
 
     def __init__(

@@ -32,7 +32,12 @@ def _check(method: Descent) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDescent:
-    """DP-GD; constrained with a `radius`, projected (the convex PDP-SGD) with a `subspace`."""
+    """DP-GD; constrained with a `radius`, projected (the convex PDP-SGD) with a `subspace`.
+
+    Examples:
+        >>> from dpspan.convex import GradientDescent, PrivateLogisticRegression
+        >>> model = PrivateLogisticRegression(epsilon=1.0, method=GradientDescent(radius=5.0))
+    """
 
     steps: int = 30
     learning_rate: float = 3.0
@@ -54,7 +59,13 @@ class GradientDescent:
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyAdaGrad:
-    """Noisy AdaGrad; `preconditioner` says where H_t comes from."""
+    """Noisy AdaGrad; `preconditioner` says where H_t comes from.
+
+    Examples:
+        >>> from dpspan.convex import NoisyAdaGrad, PrivateLogisticRegression, PublicFeatures
+        >>> method = NoisyAdaGrad(steps=50, subspace=PublicFeatures(rank=20))
+        >>> model = PrivateLogisticRegression(epsilon=1.0, method=method)
+    """
 
     steps: int = 30
     learning_rate: float = 1.0

@@ -26,6 +26,11 @@ class DPSGD:
 
     `clip` is C; left out, it is the engine's `max_grad_norm`, or 1. `clipping` chooses the factors
     (`FlatClipping()`, `AutomaticClipping()` or your own).
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.DPSGD(clip=1.0).describe()
+        {'method': 'DPSGD', 'clip': 1.0, 'clipping': 'FlatClipping()'}
     """
 
     clip: float | None = None

@@ -51,6 +51,15 @@ class GEP(SubspaceMethod):
             sensitivity: with flat clipping, never clips more than separate clips.
         clean_residual: take the part inside the subspace off the noisy residual, where there is
             only noise (post-processing).
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> images = torch.randn(100, 64)  # public, without labels
+        >>> method = dpspan.GEP(public=images, rank=50, clip=1.0, residual_clip=0.2)
+        >>> dpspan.GEP(public=images, rank=0)
+        Traceback (most recent call last):
+        ValueError: Expected rank an int of at least 1 in GEP, got 0.
     """
 
     residual_clip: float | None = None
@@ -90,7 +99,13 @@ class GEP(SubspaceMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class BiasedGEP(SubspaceMethod):
-    """GEP without the residual (B-GEP): less noise, but what lies outside is lost."""
+    """GEP without the residual (B-GEP): less noise, but what lies outside is lost.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> method = dpspan.BiasedGEP(public=torch.randn(100, 64), rank=50, clip=1.0)
+    """
 
     def bind(self, setting: Setting) -> BiasedGEPMechanism:
         """The mechanism for this run."""

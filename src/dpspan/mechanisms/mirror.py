@@ -41,7 +41,13 @@ class Mixing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantMixing:
-    """The same α at every step."""
+    """The same α at every step.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.ConstantMixing(share=0.7).alpha(step=5)
+        0.7
+    """
 
     share: float
 
@@ -59,6 +65,12 @@ class CosineMixing:
     """The paper's schedule cos(πt/2K): the private gradient first, the public one at the end.
 
     `steps` is K. From step K on α is 0: take more than the steps you will train for.
+
+    Examples:
+        >>> import dpspan
+        >>> mixing = dpspan.CosineMixing(steps=100)
+        >>> [round(mixing.alpha(step), 2) for step in (0, 50, 100)]
+        [1.0, 0.71, 0.0]
     """
 
     steps: int
@@ -88,6 +100,14 @@ class MirrorDescent:
         clipping: the rule for clip factors.
         diagnose: note norms and cosine of the two gradients every so many steps; 0: never.
         seed: of what is random about public samples (which of them, dropout); no secret.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
+        >>> method = dpspan.MirrorDescent(
+        ...     public=(images, labels), mixing=dpspan.CosineMixing(steps=1000), clip=1.0
+        ... )
     """
 
     public: Any = field(repr=False, compare=False)

@@ -16,7 +16,7 @@ The part of ∂L inside L takes no part in the update, so it is taken off before
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,11 @@ class RGP:
             inverse after it: below 1 they take less of the clip and get more noise.
         clipping: the rule for clip factors.
         seed: of the random numbers that carriers start from; no secret.
+
+    Examples:
+        >>> import dpspan
+        >>> method = dpspan.RGP(rank=8, clip=1.0)
+        >>> control = dpspan.RGP(rank=8, clip=1.0, carriers="random")
     """
 
     rank: int = 1
@@ -120,9 +125,11 @@ class RGPMechanism:
     def __init__(self, method: RGP, model: nn.Module) -> None:
         self._method = method
         self._weights = carried_weights(model, method.rank, method.layers)
+        self._alike = _by_shape(self._weights)
         self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
         self._carriers: dict[str, Carrier] | None = None  # of the present step
         self._step = 0
+        self._notes: list[dict[str, Any]] = []
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip((∂L, ∂R, …)_i, C), of gradients seen through `carriers` or still whole."""
@@ -136,8 +143,11 @@ class RGPMechanism:
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The noisy sums, put together to gradients of the weights."""
-        noisy = noise.add(total, std=noise_multiplier * self._method.clip_norm)
+        std = noise_multiplier * self._method.clip_norm
+        noisy = noise.add(total, std=std)
         carriers, self._carriers = self.carriers(), None
+        if not self._notes:  # it is the same at every step
+            self._notes.append({"step": self._step, "noise_energy": self._energy(total, std)})
         self._step += 1
         scale = self._method.full_scale
         released = {name: value / scale for name, value in noisy.items() if ":" not in name}
@@ -149,6 +159,17 @@ class RGPMechanism:
                 update = carrier.reconstruct(left, noisy[f"{name}:right"])
             released[name] = update.view(self._weights[name].shape)
         return released
+
+    def _energy(self, total: Sums, std: float) -> dict[str, float]:
+        """E‖noise‖² of the update, in carried weights and in what is released in full."""
+        rank, carried = self._method.rank, 0
+        for weight in self._weights.values():
+            d_out, d_in = _matrix(weight).shape
+            # Of the noise on ∂L only what lies outside L takes part in the update.
+            carried += rank * (d_out if self._method.left_only else d_out - rank + d_in)
+        full = sum(value.numel() for name, value in total.items() if ":" not in name)
+        energy = {"carriers": carried * std**2, "full": full * (std / self._method.full_scale) ** 2}
+        return {part: value for part, value in energy.items() if value}
 
     def _weighed(self, small: PerSampleGradients) -> PerSampleGradients:
         """∂L − L Lᵀ ∂L in place of ∂L (all that the update has of it), and the full ones scaled."""
@@ -174,28 +195,31 @@ class RGPMechanism:
         if self._first is None:
             self._first = {name: _matrix(w).clone() for name, w in self._weights.items()}
         if self._carriers is None:
-            method, self._carriers = self._method, {}
-            for index, (name, weight) in enumerate(self._weights.items()):
-                # On the CPU and by number: the same in every process and after a resumption.
-                words = np.random.default_rng([method.seed, self._step, index])
-                first = self._first[name]
-
-                def draw(
-                    rows: int,
-                    columns: int,
-                    words: np.random.Generator = words,
-                    like: Tensor = first,
-                ) -> Tensor:
-                    return torch.from_numpy(words.standard_normal((rows, columns))).to(like)
-
-                self._carriers[name] = method.source.carrier(
-                    _matrix(weight), first, method.rank, self._step, draw
-                )
+            self._carriers = {}
+            # On the CPU and by number: the same in every process and after a resumption.
+            words = np.random.default_rng([self._method.seed, self._step])
+            for names in self._alike:
+                self._carriers |= self._stacked_carriers(names, words)
         return self._carriers
 
+    def _stacked_carriers(
+        self, names: Sequence[str], words: np.random.Generator
+    ) -> dict[str, Carrier]:
+        """Of weights of one shape, all at once: a GPU would wait for each alone."""
+        assert self._first is not None
+        method = self._method
+        first = torch.stack([self._first[name] for name in names])
+        now = torch.stack([_matrix(self._weights[name]) for name in names])
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.from_numpy(words.standard_normal(sizes, dtype=np.float32)).to(first)
+
+        left, right = method.source.carrier(now, first, method.rank, self._step, draw)
+        return {name: Carrier(left[i], right[i]) for i, name in enumerate(names)}
+
     def diagnostics(self) -> list[dict[str, Any]]:
-        """RGP notes nothing."""
-        return []
+        """The expected energy of the noise in a step's update: once, since it does not change."""
+        return list(self._notes)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the weights that the history began with."""
@@ -237,6 +261,15 @@ def carried_weights(
             + ". Lower the rank, or use DPSGD."
         )
     return found
+
+
+def _by_shape(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of weights that are of one shape as matrices, in groups."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, weight in weights.items():
+        matrix = _matrix(weight)
+        groups.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(name)
+    return list(groups.values())
 
 
 def _matrix(weight: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import statistics
@@ -15,14 +16,15 @@ from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
-from dpspan.report.reading import Run
+from dpspan.report.reading import UNPRIVATE, Run
 
 _INK = "#010203"  # replaced by the colour of the page's text
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a2e", "#7f7f7f")
 _DASHES = {"--": "5 3", ":": "2 2"}
 _LONGEST = 26  # letters of a name beside an axis
+_NARROWEST = 0.1  # of an axis with accuracies
 _STYLE: Any = {
     "svg.fonttype": "path",  # outlines: a page's own font would not fit the layout
     "svg.hashsalt": "dpspan",
@@ -68,11 +70,28 @@ def accuracy_by_epsilon(groups: Mapping[str, Sequence[Run]], key: str) -> Pictur
         return None
     return _picture(
         "accuracy", f"{label(key)} against ε spent",
-        "Means over seeds. A dotted line spends no ε: public data only. Dashed lines begin with a "
-        "warm start on public labels.",
+        _how_to_read(groups, key),
         lambda axis: _curves(axis, curves, groups, "ε spent so far", key),
         height=2.9,
     )  # fmt: skip
+
+
+def _how_to_read(groups: Mapping[str, Sequence[Run]], key: str) -> str:
+    """What was measured, and what lines there are."""
+    said = [_measured(key)]
+    if any(len(runs) > 1 for runs in groups.values()):
+        said.append("Means over seeds.")
+    if any(not runs[0].private_steps for runs in groups.values()):
+        said.append("A dotted line spends no ε: public data only.")
+    if any(name != _kind(name) for name in groups):
+        said.append("Dashed lines begin with a warm start on public labels.")
+    return " ".join(said)
+
+
+def _measured(key: str) -> str:
+    if key.startswith(UNPRIVATE):
+        return "NOT PRIVATE: measured on test records that nobody declared public."
+    return "On test records that were declared public, by models that were released: at no cost."
 
 
 def training_curve(groups: Mapping[str, Sequence[Run]], key: str) -> Picture | None:
@@ -81,12 +100,15 @@ def training_curve(groups: Mapping[str, Sequence[Run]], key: str) -> Picture | N
     curves = {name: mean_curve(runs, "epoch", key) for name, runs in private.items()}
     if not any(len(curve) > 1 for curve in curves.values()):
         return None
+
+    def drawn(axis: Any) -> None:
+        _curves(axis, curves, groups, "epoch", key)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
     return _picture(
         "training", f"{label(key)} in training",
-        "Measured on test records that were declared public, by models that were released: it "
-        "costs nothing more. The loss on private records is not shown.",
-        lambda axis: _curves(axis, curves, groups, "epoch", key),
-        height=2.9,
+        _measured(key),
+        drawn, height=2.9,
     )  # fmt: skip
 
 
@@ -119,50 +141,48 @@ def spectrum(groups: Mapping[str, Sequence[Run]]) -> Picture | None:
         return None
 
     def drawn(axis: Any) -> None:
-        for index, (name, noted) in enumerate(notes.items()):
-            for note, style in ((noted[0], "-"), (noted[-1], ":")):
-                values = sorted((v for part in note["eigenvalues"] for v in part), reverse=True)
-                total = sum(values) or 1.0
-                reached, share = [], 0.0
-                for value in values:
-                    share += value / total
-                    reached.append(share)
-                axis.plot(
-                    range(1, len(reached) + 1), reached, style, color=_colour(index),
-                    label=f"{name}, step {note['step']}",
-                )  # fmt: skip
-        ranks = {sum(noted[0]["rank"]) for noted in notes.values()}
-        for rank in ranks:
+        for name, noted in notes.items():
+            values = sorted((v for part in noted[-1]["eigenvalues"] for v in part), reverse=True)
+            total = sum(values) or 1.0
+            shares = [share / total for share in itertools.accumulate(values)]
+            colour, style = _look(name, groups)
+            axis.plot(range(1, len(shares) + 1), shares, style, color=colour, label=name)
+        for rank in {sum(noted[-1]["rank"]) for noted in notes.values()}:
             axis.axvline(rank, color=_INK, alpha=0.4, linewidth=1)
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axis.set_ylim(0, 1.02)
         axis.set_xlabel("directions")
         axis.set_ylabel("share of the public gradients")
 
     return _picture(
         "spectrum", "Spectrum of the public gradients",
-        "The steeper, the fewer directions hold the gradients. The upright line is the rank that "
-        "was used. From public data and released weights.",
+        "The steeper, the fewer directions hold the gradients, here near the end of training. The "
+        "upright line is the rank that was used. From public data and released weights.",
         drawn, height=2.9,
     )  # fmt: skip
 
 
 def noise_parts(groups: Mapping[str, Sequence[Run]]) -> Picture | None:
     """The length of the noise in one step, part by part."""
-    parts = {name: noise_of(runs[0]) for name, runs in groups.items()}
-    parts = {name: lengths for name, lengths in parts.items() if lengths}
-    if not parts:
+    noises = {name: noise_of(runs[0]) for name, runs in groups.items() if runs[0].private_steps}
+    parts = {name: lengths for name, lengths in noises.items() if lengths}
+    if sum(map(len, parts.values())) < 2:  # one bar says nothing
         return None
     kinds = list(dict.fromkeys(kind for lengths in parts.values() for kind in lengths))
+    unknown = [name for name in noises if name not in parts]
+    missing = f" Not noted, and so without a bar: {', '.join(unknown)}." if unknown else ""
 
     def drawn(axis: Any) -> None:
-        high = 0.8 / len(kinds)
+        high = 0.8 / max(map(len, parts.values()))
         for number, kind in enumerate(kinds):
             here = [
-                (i, lengths[kind]) for i, lengths in enumerate(parts.values()) if kind in lengths
+                (row + (list(lengths).index(kind) - (len(lengths) - 1) / 2) * high, lengths[kind])
+                for row, lengths in enumerate(parts.values())
+                if kind in lengths
             ]
             bars = axis.barh(
-                [i + (number - (len(kinds) - 1) / 2) * high for i, _ in here],
+                [place for place, _ in here],
                 [value for _, value in here], height=high, color=_colour(number), label=kind,
             )  # fmt: skip
             axis.bar_label(bars, [f"{value:.0f}" for _, value in here], padding=2, fontsize=8)
@@ -175,7 +195,7 @@ def noise_parts(groups: Mapping[str, Sequence[Run]]) -> Picture | None:
     return _picture(
         "noise", "Noise, part by part",
         "Added at each step to a sum of gradients, none of them longer than its clip. A smaller "
-        "bar is not yet a better method: what lies outside a subspace may be lost.",
+        f"bar is not yet a better method: what lies outside a subspace may be lost.{missing}",
         drawn, height=0.9 + 0.42 * len(parts),
     )  # fmt: skip
 
@@ -237,15 +257,13 @@ def _curves(
     x_label: str,
     key: str,
 ) -> None:
-    # A method has one colour in all pictures, from scratch and after a warm start.
-    kinds = list(dict.fromkeys(_kind(n) for n, runs in groups.items() if runs[0].private_steps))
     for name, curve in curves.items():
         if not curve:
             continue
         if not groups[name][0].private_steps:
             axis.axhline(curve[-1][1], color=_INK, linestyle=":", label=name)
             continue
-        colour, style = _colour(kinds.index(_kind(name))), "--" if name != _kind(name) else "-"
+        colour, style = _look(name, groups)
         axis.plot(*zip(*curve, strict=True), style, color=colour, label=name)
     axis.set_xlabel(x_label)
     axis.set_ylabel(label(key))
@@ -254,7 +272,16 @@ def _curves(
 
 def _in_percent(axis: Any, key: str) -> None:
     if key.endswith("accuracy"):
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 1):g}%"))
+        low, high = axis.get_view_interval()
+        if high - low < _NARROWEST:  # or chance would look like progress
+            axis.set_view_interval(high - _NARROWEST, high)
+
+
+def _look(name: str, groups: Mapping[str, Sequence[Run]]) -> tuple[str, str]:
+    """A method has one colour in all pictures; dashes are for those after a warm start."""
+    kinds = list(dict.fromkeys(_kind(n) for n, runs in groups.items() if runs[0].private_steps))
+    return _colour(kinds.index(_kind(name))), "--" if name != _kind(name) else "-"
 
 
 def _kind(name: str) -> str:
@@ -304,7 +331,7 @@ def _picture(name: str, title: str, caption: str, drawn: Any, *, height: float) 
         title=title,
         caption=caption,
         svg=_inline(buffer.getvalue(), name, title),
-        legend=legend,
+        legend=legend if len(legend) > 1 else (),
     )
 
 

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpspan.comparison.results import Comparison
 from dpspan.comparison.verdicts import verdicts
+from dpspan.files import replacing
 from dpspan.report import figures, wording
 from dpspan.report.reading import UNPRIVATE, Found, Run, read
 
@@ -26,6 +27,15 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
     One file that loads nothing from anywhere. Numbers computed from private records without noise
     (`unprivate_…`) are left out unless asked for; then the page says at its top that it must not be
     published.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.certificate import certificate
+        >>> from dpspan.report import render
+        >>> document = certificate(dpspan.Ledger(), delta=1e-5, training={"method": "mine"})
+        >>> _ = dpspan.write_certificate("runs/first/certificate.json", document)
+        >>> render(["runs/first"], "report.html").name
+        'report.html'
     """
     found = read([Path(folder) for folder in folders], include_unprivate=include_unprivate)
     environment = Environment(
@@ -37,8 +47,8 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
     )
     page = environment.get_template("report.html.j2").render(_content(found, include_unprivate))
     path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    with replacing(path, what="the report") as temporary:
+        temporary.write_text(page, encoding="utf-8")
     return path
 
 
