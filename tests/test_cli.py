@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,19 @@ def test_an_error_that_nobody_foresaw(folder: Path, monkeypatch: pytest.MonkeyPa
     assert result.stderr == (
         "Error: KeyError: 'inside'. Run `dpspan --debug …` to see where it comes from.\n"
     )
+
+
+def test_warnings_are_notes_each_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(*_: Any, **__: Any) -> None:
+        for message in ("dpspan: rank is reduced.", "dpspan: rank is reduced.", "of another kind"):
+            warnings.warn(message, stacklevel=1)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("dpspan.run.train", warn)
+    with pytest.warns(UserWarning, match="of another kind") as others:
+        result = dpspan("train", written(folder), code=1)
+    assert result.stderr.count("Note: rank is reduced.") == 1
+    assert len(others) == 1
 
 
 def test_ctrl_c_saves_and_can_be_resumed(folder: Path) -> None:

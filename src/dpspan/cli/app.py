@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +21,28 @@ from typer.core import TyperGroup
 
 from dpspan.strict_json import plain
 
+_OWN = "dpspan: "
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """dpspan's own warnings as sentences, each once; others as Python shows them."""
+    said: set[str] = set()
+    with warnings.catch_warnings():
+        python_shows = warnings.showwarning
+
+        def show(message: Any, *where: Any, **more: Any) -> None:
+            text = str(message)
+            if not text.startswith(_OWN):
+                python_shows(message, *where, **more)
+            elif text not in said:
+                said.add(text)
+                say(f"Note: {text.removeprefix(_OWN)}")
+
+        warnings.showwarning = show
+        yield
 
 
 class _Group(TyperGroup):
@@ -27,7 +50,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _warnings_as_notes():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             say("Interrupted.")
             raise typer.Exit(130) from None
