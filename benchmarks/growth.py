@@ -26,6 +26,14 @@ from benchmarks.problems import PROBLEMS, WIDTHS
 
 SCALE = {"cpu": 1, "cuda": 8}
 ROUNDS = 5
+COLOURS = {
+    contenders.PLAIN: "#999999",
+    "DP-SGD": "#0072b2",
+    "RGP, rank 8": "#cc79a7",
+    "mirror descent": "#e69f00",
+    "PDP-SGD": "#d55e00",
+    "GEP": "#009e73",
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter, NullLocator
 
     count = len(results["curves"])
     figure, axes = plt.subplots(2, count, figsize=(4.2 * count, 7), layout="constrained")
@@ -129,7 +138,10 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
             for name in curve["points"][0]:
                 values = [factor * point[name][key] for point in curve["points"]]
                 label = f"{name} ({curve['slopes'][name][key]:.2f})"
-                axis.loglog(curve["x"], values, marker="o", label=label)
+                axis.loglog(curve["x"], values, marker="o", label=label, color=COLOURS[name])
+            axis.set_xticks(curve["x"], [f"{x:,}" for x in curve["x"]])
+            axis.xaxis.set_minor_locator(NullLocator())
+            axis.yaxis.set_minor_formatter(NullFormatter())
             axis.set_ylabel(unit)
             axis.legend(fontsize=7, frameon=False)
             axis.spines[["top", "right"]].set_visible(False)

@@ -20,6 +20,7 @@ from benchmarks.problems import PROBLEMS, SEED, Problem
 Step = Callable[[], None]
 WARMUP = 1  # rounds, after the first step that shows whether a contender runs
 MEMORY_STEPS = 2
+WARMUP_BATCH = 16  # enough for private and public samples in any proportion that is measured
 CHECK_BATCH = 32
 PRELOAD = ["benchmarks.measure", "opacus", "torch._dynamo"]
 
@@ -177,7 +178,7 @@ def _measure_memory(
     configure(threads, tf32)
     problem = PROBLEMS[model]
     # A step of a few samples first, so that loading code does not count as the step's memory.
-    prepare(contender, problem, 4, device, NOISE).step()
+    prepare(contender, problem, WARMUP_BATCH, device, NOISE).step()
     network, data = problem.model(device), problem.data(batch, device)
 
     def run() -> None:

@@ -57,7 +57,8 @@ def _page(name: str, experiment: Experiment, results: Results, docs: Path) -> st
         return dimension.page(experiment, results, docs)
     text = training_table(name, experiment, results)
     if len(experiment.targets.values) > 1:
-        curves = {row: _curve(name, experiment, row, results) for row in experiment.rows}
+        rows = experiment.plotted or tuple(experiment.rows)
+        curves = {row: _curve(name, experiment, row, results) for row in rows}
         plots.against_epsilon(curves, docs / f"{name}.png", experiment.title)
         text += f"\n![accuracy against ε]({name}.png)\n"
     if isinstance(experiment, ChoosingExperiment):

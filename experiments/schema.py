@@ -121,7 +121,7 @@ class Targets(Section):
 
 
 class TrainingExperiment(Section):
-    """A table: every row at every target, with several seeds.
+    """A table: every row at every target, with several seeds; a plot of `plotted`, or of all rows.
 
     With `attack`, training samples are always held out, as the non-members of a membership attack.
     """
@@ -138,10 +138,14 @@ class TrainingExperiment(Section):
     seeds: Count = 3
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy"
     attack: bool = False
+    plotted: Texts = ()
     rows: dict[str, Row] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
+        for name in self.plotted:
+            if name not in self.rows:
+                self._refuse(name, "Expected the name of a row under plotted.")
         for name, row in self.rows.items():
             missing = row.public - set(self.data.public)
             if missing:
