@@ -104,9 +104,9 @@ class ImagesSection(Section):
         x, y = read(folder, self.file, "train")
         varies = self.records is not None or any(p.source == "opt-in" for p in self.public.values())
         order = np.random.default_rng(seed if varies else 0).permutation(len(x))
-        own = sum(p.samples for p in self.public.values() if p.source == "opt-in")
-        known = {x[i].tobytes() for i in order[:own]}
-        rest = np.array([i for i in order[own:] if not own or x[i].tobytes() not in known])
+        taken = sum(p.samples for p in self.public.values() if p.source == "opt-in")
+        known = {x[i].tobytes() for i in order[:taken]}
+        rest = np.array([i for i in order[taken:] if not taken or x[i].tobytes() not in known])
         count = self.records or len(rest) - (self.held_out if hold_out else 0)
         private, held_out = rest[:count], rest[count : count + self.held_out]
         x_test, y_test = (part[self._tested_from() :] for part in read(folder, self.file, "test"))
@@ -116,21 +116,20 @@ class ImagesSection(Section):
             if section.source == "opt-in":
                 chosen = order[used : used + section.samples]
                 used += section.samples
-                inputs, labels = _inputs(x[chosen]), y[chosen]
+                inputs, own = _inputs(x[chosen]), y[chosen]
             elif section.source == "noise":
                 shape, generator = like.shape[1:], torch.Generator().manual_seed(0)
                 inputs = 2 * torch.rand(section.samples, *shape, generator=generator) - 1
-                labels = None
+                own = None
             else:
-                a, labels = read(folder, section.file, section.part)
-                inputs, labels = _like(_inputs(a[: section.samples]), like), labels[: len(a)]
-                labels = labels[: len(inputs)]
-            tensors = (inputs, _labels(labels)) if section.labelled else inputs
+                a, own = read(folder, section.file, section.part)
+                inputs, own = inputs_like(a[: section.samples], like), own[: section.samples]
+            tensors = (inputs, labels(own)) if section.labelled else inputs
             public[name] = PublicData.of(tensors, name=name)
         return Data(
-            Images(_inputs(x[private]), _labels(y[private])),
-            Images(_inputs(x[held_out]), _labels(y[held_out])),
-            Images(_inputs(x_test), _labels(y_test)),
+            Images(_inputs(x[private]), labels(y[private])),
+            Images(_inputs(x[held_out]), labels(y[held_out])),
+            Images(_inputs(x_test), labels(y_test)),
             public,
             self.classes,
         )
@@ -187,12 +186,14 @@ def _inputs(x: Array) -> Tensor:
     return images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
 
 
-def _labels(y: Array) -> Tensor:
+def labels(y: Array) -> Tensor:
+    """Class numbers."""
     return torch.tensor(y).long().flatten()
 
 
-def _like(images: Tensor, like: Tensor) -> Tensor:
-    """Images of any size and colour in the form of the private ones."""
+def inputs_like(x: Array, like: Tensor) -> Tensor:
+    """Images of any size and colour in the form of other ones."""
+    images = _inputs(x)
     if images.shape[1:] == like.shape[1:]:
         return images
     channels, *size = like.shape[1:]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -22,11 +20,12 @@ from dpspan.audit import membership_inference
 from dpspan.config.methods import MethodSection
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import train_only
-from experiments.data import Data, ImagesSection
+from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
+from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
-from experiments.schema import NON_PRIVATE, Pretraining, Row, Training, TrainingExperiment
+from experiments.schema import NON_PRIVATE, Row, Training, TrainingExperiment
 
 
 @dataclass(frozen=True)
@@ -148,43 +147,11 @@ def _model(
     torch.manual_seed(seed)
     model = section.build(data, seed=seed)
     if row.pretraining is not None:
-        weights = _pretrained(
-            row.pretraining,
-            lambda classes: section.build(
-                Data(data.private, data.held_out, data.test, {}, classes), seed=seed
-            ),
-            seed,
-            place.data,
-            place.device,
-        )
-        fresh = model.state_dict()
-        model.load_state_dict(
-            {n: weights[n] if weights[n].shape == w.shape else w for n, w in fresh.items()}
-        )
+        start = partial(section.build, seed=seed)
+        load_common(model, pretrained(row.pretraining, start, data, seed, place))
     if row.trainable is not None:
         model = train_only(model, row.trainable.build())
     return model.to(place.device).train()
-
-
-def _pretrained(
-    section: Pretraining,
-    build: Callable[[int], nn.Module],
-    seed: int,
-    folder: Path,
-    device: str,
-) -> dict[str, Tensor]:
-    """The weights after another file's training images."""
-    file = ImagesSection(file=section.file, classes=section.classes)
-    data = file.load(folder, seed=0, hold_out=False).private.to(device)
-    torch.manual_seed(seed)
-    model = build(section.classes).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=section.learning_rate)
-    for _ in range(section.epochs):
-        for part in torch.randperm(len(data), device=device).split(section.batch_size):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(data.x[part]), data.y[part]).backward()
-            optimizer.step()
-    return {name: weight.cpu() for name, weight in model.state_dict().items()}
 
 
 def _epochs(

@@ -22,6 +22,7 @@ from dpspan.config.training import (
 from dpspan.section import Count, Numbers, Positive, Section, Share, Texts
 from experiments.data import AnyData
 from experiments.linear import ConvexSection
+from experiments.pretraining import Pretraining
 
 NON_PRIVATE, PUBLIC_ONLY = "non-private", "public only"
 
@@ -56,16 +57,6 @@ class Training(Section):
     def epochs_at(self, target: float | None) -> int:
         """How many."""
         return self.epochs if isinstance(self.epochs, int) else self.epochs[target or 0.0]
-
-
-class Pretraining(Section):
-    """Training on another, public file first, by Adam; layers of another shape start anew."""
-
-    file: str
-    classes: Count = 10
-    epochs: Count = 3
-    batch_size: Count = 250
-    learning_rate: Positive = 1e-3
 
 
 class Row(Section):

@@ -57,6 +57,10 @@ rows:
     method: {name: gep, public: noise, rank: 3}
     warm_start: *warm
     rates: DP-SGD
+  pre-trained:
+    method: public only
+    pretraining: {file: colour, classes: 3, samples: 24, epochs: 2, augment: {name: affine}}
+    warm_start: *warm
   AdaGrad:
     method: {name: noisy-adagrad, steps: 5}
     model: {name: logistic}
@@ -86,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parts |= {f"x_{name}": x, f"y_{name}": y}
     np.savez(path / "squares.npz", **parts)
     colour = rng.integers(0, 255, (30, 20, 20, 3)).astype(np.uint8)
-    np.savez(path / "colour.npz", x_train=colour, y_train=np.zeros(30, int))
+    np.savez(path / "colour.npz", x_train=colour, y_train=np.arange(30) % 3)
     return path
 
 
@@ -208,7 +212,7 @@ class TestRuns:
             if private:
                 assert row["target"] - 0.01 < row["epsilon"] <= row["target"]
         free = {row["row"]: row["epsilon"] for row in swept.rows if row["target"] is None}
-        assert free == {"non-private": None, "public only": 0.0}
+        assert free == {"non-private": None, "public only": 0.0, "pre-trained": 0.0}
 
     def test_the_warm_start_and_the_public_data_are_on_the_certificate(
         self, swept: Results
