@@ -20,10 +20,14 @@ LEARNING_RATE = 0.1
 
 @dataclass(frozen=True)
 class Contender:
-    """A step ready to run, and what a reader should know about it."""
+    """A step ready to run, and what a reader should know about it.
+
+    A call of `step` may be several steps, where they differ: its time is divided by them.
+    """
 
     step: Callable[[], None]
     note: str = ""
+    steps: int = 1
 
 
 Factory = Callable[[nn.Module, Tensor, Tensor, float], Contender]

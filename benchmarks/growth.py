@@ -1,7 +1,7 @@
 """How a step grows: `python -m benchmarks.growth [--device cuda] [--tf32]`.
 
 Time and peak memory of a step against the batch, the public batch, the rank and the number of
-parameters, one of them at a time, each over the non-private step's. The slope of a line through the
+parameters, one of them at a time, beside the non-private step's. The slope of a line through the
 larger half of the points, in logarithms, is printed: 1 is proportional growth, 0 none.
 """
 
@@ -51,18 +51,20 @@ def curves(device: str) -> Mapping[str, tuple[Sequence[str], Sequence[Point]]]:
     batches = [s * n for n in (32, 64, 128, 256)]
     ranks = [s * k for k in (8, 16, 32, 64)]
     parameters = {w: 785 * w + 10 * (w + 1) for w in WIDTHS}
+    n = m = 64 * s
+    k = 32 * s
     return {
-        "private samples (ResNet-20, 64 public, k = 32)": (
+        f"private samples (ResNet-20, {m} public, k = {k})": (
             ("DP-SGD", "RGP, rank 8", "GEP"),
-            [Point(n, "resnet20", Case(n, 64 * s, 32 * s)) for n in batches],
+            [Point(size, "resnet20", Case(size, m, k)) for size in batches],
         ),
-        "public samples (ResNet-20, 64 private, k = 32)": (
+        f"public samples (ResNet-20, {n} private, k = {batches[0]})": (
             ("PDP-SGD", "GEP", "mirror descent"),
-            [Point(m, "resnet20", Case(64 * s, m, 32 * s)) for m in batches],
+            [Point(size, "resnet20", Case(n, size, batches[0])) for size in batches],
         ),
-        "directions k (ResNet-20, 64 private, 64 public)": (
+        f"directions k (ResNet-20, {n} private, {m} public)": (
             ("PDP-SGD", "GEP"),
-            [Point(k, "resnet20", Case(64 * s, 64 * s, k)) for k in ranks],
+            [Point(rank, "resnet20", Case(n, m, rank)) for rank in ranks],
         ),
         "parameters (one hidden layer, 250 private, 64 public, k = 32)": (
             ("DP-SGD", "RGP, rank 8", "GEP"),
@@ -162,8 +164,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/growth"))
     options = parser.parse_args()
     measure.configure(options.threads, options.tf32)
-    start, bystanders = time.perf_counter(), measure.Bystanders()
-    results: dict[str, Any] = {"environment": report.environment(options.device), "curves": {}}
+    start = time.perf_counter()
+    results: dict[str, Any] = {
+        "environment": report.environment(options.device),
+        "tf32": options.tf32,
+        "curves": {},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / options.device
     for title, (names, points) in curves(options.device).items():
         found = [at(point, names, options.device, options.tf32) for point in points]
         xs = [point.x for point in points]
@@ -175,12 +183,8 @@ def main() -> None:
             name: {key: grown(name, key) for key in ("milliseconds", "bytes")} for name in found[0]
         }
         results["curves"][title] = {"x": xs, "points": found, "slopes": slopes}
-    results["seconds"] = time.perf_counter() - start
-    results["disturbance"] = bystanders.share()
-    results["tf32"] = options.tf32
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / options.device
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        results["seconds"] = time.perf_counter() - start
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, stem.with_suffix(".png"))
     Console().print(table(results))
 

@@ -67,7 +67,14 @@ def step_of(
     private = len(x) * case.private // (case.private + case.public)
     public = x[private:].cpu(), y[private:].cpu()
     made = METHODS[method](public, min(case.rank, len(x) - private))
-    return contenders.method_step(model, x[:private], y[:private], noise, made)
+    one = contenders.method_step(model, x[:private], y[:private], noise, made)
+    cycle = getattr(made, "refresh", 1)
+
+    def steps() -> None:
+        for _ in range(cycle):
+            one.step()
+
+    return contenders.Contender(steps, steps=cycle)
 
 
 def on_private(

@@ -26,7 +26,7 @@ def run(race: Race, options: argparse.Namespace) -> report.Results:
     """Time all contenders in turn, then measure the memory of each."""
     problem, device = PROBLEMS[race.problem], options.device
     entries: dict[str, report.Results] = {}
-    steps = {}
+    steps, taken = {}, {}
     for name, factory in race.factories.items():
         if options.contenders and name not in options.contenders:
             continue
@@ -40,13 +40,13 @@ def run(race: Race, options: argparse.Namespace) -> report.Results:
             entry["reason"] = measure.reason(error)
             continue
         entry["note"] = ready.note
-        steps[name] = ready.step
+        steps[name], taken[name] = ready.step, ready.steps
     bystanders = measure.Bystanders()
     times = measure.interleave(steps, device, options.seconds, options.repeats)
     disturbance = bystanders.share()
     steps.clear()
     for name, milliseconds in times.items():
-        entries[name]["milliseconds"] = milliseconds
+        entries[name]["milliseconds"] = [value / taken[name] for value in milliseconds]
         entries[name]["memory"] = measure.peak_memory(
             race.problem, race.factories[name], race.batch, device, options.tf32
         )

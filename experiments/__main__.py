@@ -66,6 +66,8 @@ def main() -> None:
             jobs=options.jobs,
             commit=options.commit or current_commit(),
         )
+        if not place.commit:
+            parser.error("--commit: results are kept with the commit that made them")
         results = Results(options.results / f"{options.name}.jsonl")
         try:
             run(options, results, place)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -45,11 +45,11 @@ class Data:
         """As models want to know it."""
         return True
 
-    def without(self, names: set[str]) -> Images:
+    def without(self, public: Iterable[PublicData]) -> Images:
         """The private samples that are not copies of samples in these public data."""
         private = self.private
-        for name in names:
-            kept = dpspan.without_public(private, self.public[name], collate).indices
+        for each in public:
+            kept = dpspan.without_public(private, each, collate).indices
             private = Images(private.x[kept], private.y[kept])
         return private
 
@@ -104,12 +104,12 @@ class ImagesSection(Section):
         x, y = read(folder, self.file, "train")
         varies = self.records is not None or any(p.source == "opt-in" for p in self.public.values())
         order = np.random.default_rng(seed if varies else 0).permutation(len(x))
-        taken = sum(p.samples for p in self.public.values() if p.source == "opt-in")
+        taken = self.taken
         known = {x[i].tobytes() for i in order[:taken]}
         rest = np.array([i for i in order[taken:] if not taken or x[i].tobytes() not in known])
         count = self.records or len(rest) - (self.held_out if hold_out else 0)
         private, held_out = rest[:count], rest[count : count + self.held_out]
-        x_test, y_test = (part[self._tested_from() :] for part in read(folder, self.file, "test"))
+        x_test, y_test = (part[self.tested_from :] for part in read(folder, self.file, "test"))
         like = _inputs(x[:1])
         public, used = {}, 0
         for name, section in self.public.items():
@@ -134,7 +134,14 @@ class ImagesSection(Section):
             self.classes,
         )
 
-    def _tested_from(self) -> int:
+    @property
+    def taken(self) -> int:
+        """Training images that are public, and so not private in any row."""
+        return sum(p.samples for p in self.public.values() if isinstance(p, OptIn))
+
+    @property
+    def tested_from(self) -> int:
+        """The first test image that is not public."""
         same = [p for p in self.public.values() if isinstance(p, OtherFile)]
         return max(
             (p.samples or 0 for p in same if (p.file, p.part) == (self.file, "test")), default=0
@@ -154,6 +161,8 @@ class Sst2Section(Section):
     held_out: Count = HELD_OUT
     classes: Literal[2] = 2
     public: dict[str, AnyPublic] = Field(default_factory=dict, max_length=0)
+    taken: ClassVar[int] = 0
+    tested_from: ClassVar[int] = 0
 
     def load(self, folder: Path, *, seed: int, hold_out: bool) -> Data:
         """The samples of one run."""

@@ -16,7 +16,7 @@ from dpspan.choose import ProbeNetwork, choose_public, rank_public
 from dpspan.section import Count, Positive, Section
 from experiments.images import collate
 from experiments.runner import Place, Results, execute
-from experiments.schema import TrainingExperiment
+from experiments.schema import TrainingExperiment, digest_of, stated
 
 MODELS = ("probe", "real")
 MEASURES = {"gsd": "GSD", "captured_energy": "energy", "task2vec": "Task2Vec", "transport": "OT"}
@@ -37,6 +37,16 @@ class ChoosingExperiment(TrainingExperiment):
     kind: Literal["choosing"] = "choosing"
     distances: Distances
 
+    def distance_digest(self) -> str:
+        """Of what distances depend on, besides model kind and seed."""
+        settings = {
+            "data": stated(self.data)
+            | {"public": {name: stated(data) for name, data in self.data.public.items()}},
+            "model": stated(self.model),
+            "distances": stated(self.distances) | {"seeds": None},
+        }
+        return digest_of(settings)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -44,7 +54,7 @@ class Comparison:
 
     experiment: str
     model: str
-    distances: str
+    settings: str  # a digest of data, model and distances
     seed: int
 
 
@@ -52,7 +62,7 @@ def measure(
     name: str, experiment: ChoosingExperiment, results: Results, place: Place, seeds: int | None
 ) -> None:
     """Make every comparison that is missing."""
-    settings = experiment.distances.model_dump_json(exclude={"seeds"})
+    settings = experiment.distance_digest()
     runs = [
         Comparison(name, model, settings, seed)
         for seed in range(seeds or experiment.distances.seeds)
@@ -72,7 +82,7 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
     model: nn.Module = experiment.model.build(data, seed=run.seed)
     if run.model == "probe":
         model = ProbeNetwork(channels=data.shape[0], classes=data.classes, seed=run.seed)
-    private = data.without(set(data.public))
+    private = data.without(data.public.values())
     ranking = rank_public(
         model.to(place.device),
         nn.CrossEntropyLoss(),

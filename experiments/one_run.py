@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import dpspan
 from dpspan.accounting import calibrate
 from dpspan.audit import membership_inference
 from dpspan.config.methods import MethodSection
+from dpspan.public import PublicData
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import train_only
 from experiments.data import Data
@@ -25,7 +26,9 @@ from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
 from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
-from experiments.schema import NON_PRIVATE, Row, Training, TrainingExperiment
+from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
+
+CRITERION = nn.CrossEntropyLoss()
 
 
 @dataclass(frozen=True)
@@ -49,80 +52,122 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
     """Everything about one run, as one line of a results file."""
     start = time.perf_counter()
     place.configure()
-    row = experiment.rows[run.row]
-    training, targets = row.training or experiment.training, experiment.targets
-    epochs = training.epochs_at(run.target)
+    row, targets = experiment.rows[run.row], experiment.targets
     hold_out = run.tuning or experiment.attack
     data = experiment.data.load(place.data, seed=run.seed, hold_out=hold_out)
-    private = data.without(row.public).to(place.device)
-    model = _model(experiment, row, data, run.seed, place)
-    phase = None
-    if row.warm_start is not None:
-        trainable = row.trainable.build() if row.trainable else None
-        public = data.public[row.warm_start.public]
-        phase = row.warm_start.build(public, trainable, seed=run.seed)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
-    certificate: dict[str, Any] | None = None
-    criterion = nn.CrossEntropyLoss()
+    before = row.pretraining.load(place.data, data.private.x) if row.pretraining else None
+    public = [data.public[name] for name in sorted(row.public)]
+    private = data.without([*public, *([] if before is None else [before])]).to(place.device)
+    model = _model(experiment, row, data, before, run.seed, place)
+    trained = _Trained(model)
     if isinstance(row.method, ConvexSection):
-        certificate = row.method.fit(
+        assert run.target is not None
+        trained.certificate = row.method.fit(
             model, private, epsilon=run.target, delta=targets.delta, rate=run.rate
         )
-        average.update_parameters(model)
-    elif isinstance(row.method, MethodSection) or row.method == NON_PRIVATE:
-        engine: dpspan.PrivacyEngine | None = None
-        section = training.optimizer.model_copy(update={"learning_rate": run.rate})
-        optimizer = section.build([p for p in model.parameters() if p.requires_grad])
-        loader: Any = DataLoader(
-            private, batch_size=training.batch_size, shuffle=True, collate_fn=collate
-        )
-        if isinstance(row.method, MethodSection):
-            engine = dpspan.PrivacyEngine()
-            rate = min(1.0, training.batch_size / len(private))
-            draw = PoissonDraw.one_pass(records=len(private), sample_rate=rate)
-            steps = epochs * draw.steps_per_epoch
-            name = getattr(row.method, "public", None)
-            _, optimizer, loader = engine.make_private(
-                module=model,
-                optimizer=optimizer,
-                data_loader=loader,
-                criterion=criterion,
-                noise_multiplier=run.target
-                if targets.noise_multiplier
-                else _noise(run.target, targets.delta, rate, steps),
-                method=row.method.build(data.public[name] if name else None, steps=steps),
-                warm_start=phase,
-                max_physical_batch_size=place.physical,
-                views=training.views,
-            )
-        _epochs(epochs, model, average, optimizer, loader, criterion, training)
-        certificate = None if engine is None else engine.certificate(targets.delta)
-    else:
+    elif row.method == PUBLIC_ONLY:
+        phase = _phase(row, data, run.seed)
         assert phase is not None
-        phase.run(model, criterion)
-        average.update_parameters(model)
+        phase.run(model, CRITERION)
+    else:
+        trained = _trained(run, experiment, data, private, model, before, place)
     judged = (data.held_out if run.tuning else data.test).to(place.device)
     result = {
         **asdict(run),
-        **metrics(average.module, judged),
-        "epsilon": _epsilon(certificate, row),
+        **metrics(trained.tested, judged),
+        "epsilon": _epsilon(trained.certificate, row),
         "delta": targets.delta,
         "records": len(private),
         "seconds": time.perf_counter() - start,
     }
-    if training.averaging:
+    diverged = not _finite(trained.tested)
+    if diverged:
+        result["diverged"] = True
+    if trained.tested is not model:
         result["unaveraged"] = metrics(model, judged)
-    if experiment.attack:
+    if experiment.attack and not diverged:
         attacked = membership_inference(
-            average.module,
+            trained.tested,
             private.first(len(data.held_out)).tensors,
             data.held_out.to(place.device).tensors,
-            criterion=criterion,
+            criterion=CRITERION,
         )
         result["unprivate_membership"] = attacked.describe()
-    if certificate is not None and not run.tuning:
-        result["certificate"] = certificate
+    if trained.certificate is not None and not run.tuning:
+        result["certificate"] = trained.certificate
     return {**result, "made": place.provenance()}
+
+
+@dataclass
+class _Trained:
+    """The model that is tested, and what it cost."""
+
+    tested: nn.Module
+    certificate: dict[str, Any] | None = None
+
+
+def _trained(
+    run: Run,
+    experiment: TrainingExperiment,
+    data: Data,
+    private: Images,
+    model: nn.Module,
+    before: PublicData | None,
+    place: Place,
+) -> _Trained:
+    """Epochs over the private samples, with or without privacy."""
+    row, targets = experiment.rows[run.row], experiment.targets
+    training = row.training or experiment.training
+    epochs = training.epochs_at(run.target)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
+    section = training.optimizer.model_copy(update={"learning_rate": run.rate})
+    optimizer = section.build([p for p in model.parameters() if p.requires_grad])
+    size = training.batch_size
+    loader: Any = DataLoader(private, batch_size=size, shuffle=True, collate_fn=collate)
+    engine: dpspan.PrivacyEngine | None = None
+    if isinstance(row.method, MethodSection):
+        assert run.target is not None
+        engine = dpspan.PrivacyEngine()
+        if before is not None:
+            detail = "pre-training, with labels"
+            engine.ledger.declare_public(before.name, before.digest, before.count, detail=detail)
+        rate = min(1.0, size / len(private))
+        draw = PoissonDraw.one_pass(records=len(private), sample_rate=rate)
+        steps = epochs * draw.steps_per_epoch
+        noise = run.target
+        if targets.epsilon:
+            noise = _noise(run.target, targets.delta, rate, steps)
+        name = getattr(row.method, "public", None)
+        _, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            criterion=CRITERION,
+            noise_multiplier=noise,
+            method=row.method.build(data.public[name] if name else None, steps=steps),
+            warm_start=_phase(row, data, run.seed),
+            max_physical_batch_size=place.physical,
+            views=training.views,
+        )
+    schedule = LambdaLR(optimizer, lambda epoch: training.schedule.factor(epoch, epochs))
+    try:
+        for _ in range(epochs):
+            for x, y in loader:
+                done = None if engine is None else engine.ledger.steps
+                optimizer.zero_grad()
+                if training.views > 1:
+                    x, y = shifted(x, training.views), y.repeat_interleave(training.views)
+                CRITERION(model(x), y).backward()
+                optimizer.step()
+                # A batch may come in pieces: only the last of them is a step.
+                if training.averaging and (engine is None or engine.ledger.steps != done):
+                    average.update_parameters(model)
+            schedule.step()
+    except ValueError:
+        if _finite(model):  # else it diverged, which is a result
+            raise
+    certificate = None if engine is None else engine.certificate(targets.delta)
+    return _Trained(average.module if training.averaging else model, certificate)
 
 
 def metrics(model: nn.Module, data: Images) -> dict[str, float]:
@@ -132,6 +177,7 @@ def metrics(model: nn.Module, data: Images) -> dict[str, float]:
     with torch.no_grad():
         scores = torch.cat([model(x) for x in data.x.split(500)]).cpu()
     model.train(training)
+    scores = scores.nan_to_num(posinf=0.0, neginf=0.0)  # of a model that diverged: chance
     labels, guessed = data.y.cpu(), scores.argmax(1)
     found = {"accuracy": float((guessed == labels).float().mean())}
     if scores.shape[1] == 2:
@@ -141,41 +187,34 @@ def metrics(model: nn.Module, data: Images) -> dict[str, float]:
 
 
 def _model(
-    experiment: TrainingExperiment, row: Row, data: Data, seed: int, place: Place
+    experiment: TrainingExperiment,
+    row: Row,
+    data: Data,
+    before: PublicData | None,
+    seed: int,
+    place: Place,
 ) -> nn.Module:
     section = row.model or experiment.model
     torch.manual_seed(seed)
     model = section.build(data, seed=seed)
-    if row.pretraining is not None:
-        start = partial(section.build, seed=seed)
-        load_common(model, pretrained(row.pretraining, start, data, seed, place))
+    if row.pretraining is not None and before is not None:
+        other = section.build(replace(data, classes=row.pretraining.classes), seed=seed)
+        load_common(model, pretrained(row.pretraining, before, other, seed, place.device))
     if row.trainable is not None:
         model = train_only(model, row.trainable.build())
     return model.to(place.device).train()
 
 
-def _epochs(
-    epochs: int,
-    model: nn.Module,
-    average: AveragedModel,
-    optimizer: Any,
-    loader: Any,
-    criterion: nn.Module,
-    training: Training,
-) -> None:
-    schedule = LambdaLR(optimizer, lambda epoch: training.schedule.factor(epoch, epochs))
-    for _ in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            if training.views > 1:
-                x, y = shifted(x, training.views), y.repeat_interleave(training.views)
-            criterion(model(x), y).backward()
-            optimizer.step()
-            if training.averaging:
-                average.update_parameters(model)
-        schedule.step()
-    if not training.averaging:
-        average.update_parameters(model)
+def _phase(row: Row, data: Data, seed: int) -> dpspan.WarmStart | None:
+    """The warm start, or second phase, of a row that has one."""
+    if row.warm_start is None:
+        return None
+    trainable = row.trainable.build() if row.trainable else None
+    return row.warm_start.build(data.public[row.warm_start.public], trainable, seed=seed)
+
+
+def _finite(model: nn.Module) -> bool:
+    return all(bool(p.detach().isfinite().all()) for p in model.parameters())
 
 
 @cache

@@ -14,21 +14,23 @@ from experiments import dimension, plots, tables
 from experiments.catalogue import Experiment, load, names
 from experiments.distances import MEASURES, MODELS, ChoosingExperiment
 from experiments.runner import Results, spread
-from experiments.schema import TrainingExperiment
+from experiments.schema import PUBLIC_ONLY, TrainingExperiment
 from experiments.sweep import reported, searched
 
 ENOUGH_SEEDS = 3
 HEAD = """# Results
 
 Made by `make results` from the files in `experiments/results/`; not written by hand.
-`make experiment NAME=… DATA=FOLDER` runs one again, from `experiments/NAME.yaml`. Every run has its
-ε (PLD, Poisson sampling, add or remove one record), hardware, versions and commit in its line of
-the results file, and its certificate unless it was part of a search.
+`make experiment NAME=… DATA=FOLDER` runs one again, from `experiments/NAME.yaml`. Every private run
+has its ε in its line of the results file (PLD; Poisson sampling, or every record at every step in
+the convex methods; add or remove one record). Runs made since that file has this form have
+hardware, versions, commit and certificate there too; searches have no certificate.
 
-Test accuracy in %, mean ± standard deviation over seeds (other weights, noise and samples). The
-paper's number stands in brackets behind ours. Learning rates were searched with another seed, on
-training samples that were held out; the search is not paid for in ε, and is as wide for all rows of
-a table. \\* the best rate is at an end of its grid; † fewer than three seeds.
+Test accuracy in %, mean ± standard deviation over seeds: other weights and noise, and other private
+and public samples where only a part of a file is used. The paper's number stands in brackets behind
+ours. Learning rates were searched with another seed, on training samples that were held out; the
+search is not paid for in ε. \\* the best rate is at an end of its grid; ‡ the rate was not searched
+for this row: it is another row's, or the only one tried; † fewer than three seeds.
 """
 
 
@@ -108,14 +110,20 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
 
 def _public(experiment: TrainingExperiment, row: str) -> str:
     """A row's public data, and whether they have labels."""
-    return ", ".join(
+    section = experiment.rows[row]
+    words = [
         f"{name} (labelled)" if experiment.data.public[name].labelled else name
-        for name in sorted(experiment.rows[row].public)
-    )
+        for name in sorted(section.public)
+    ]
+    if section.pretraining is not None:
+        words.append(f"{section.pretraining.name} (labelled)")
+    return ", ".join(words)
 
 
 def _attack(runs: Sequence[dict[str, Any]]) -> str:
-    attacked = [run["unprivate_membership"]["success_rate"] for run in runs]
+    attacked = [
+        run["unprivate_membership"]["success_rate"] for run in runs if "unprivate_membership" in run
+    ]
     return f"{100 * statistics.mean(attacked):.1f}" if attacked else ""
 
 
@@ -133,6 +141,8 @@ def _cell(
     search = searched(name, experiment, row, target if section.private else None)
     if runs and search and runs[0]["rate"] in (search[0].rate, search[-1].rate):
         text += "\\*"
+    if runs and section.method != PUBLIC_ONLY and (not search or search[0].row != row):
+        text += "‡"
     return f"{text} ({section.paper[target]:g})" if target in section.paper else text
 
 
@@ -149,7 +159,10 @@ def _curve(
 
 def distance_table(name: str, experiment: ChoosingExperiment, results: Results) -> str:
     """Each candidate's distances, and how well each measure orders the accuracies."""
-    comparisons = [row for row in results.rows if "unprivate_ranking" in row]
+    settings = experiment.distance_digest()
+    comparisons = [
+        row for row in results.rows if "unprivate_ranking" in row and row["settings"] == settings
+    ]
     if not comparisons:
         return ""
     candidates = list(experiment.data.public)
@@ -181,11 +194,12 @@ def distance_table(name: str, experiment: ChoosingExperiment, results: Results) 
         f"{model}: " + ", ".join(str(row["choice"]) for row in comparisons if row["model"] == model)
         for model in MODELS
     )
-    settings = experiment.distances
+    distances = experiment.distances
     return (
         "\n".join(lines)
-        + f"\n\n`choose_public` at ε = {settings.choice_epsilon:g}, on a Poisson sample of about "
-        f"{2 * settings.samples:,} records, by seed: {picked}.\n"
+        + "\n\nA useful distance (GSD, Task2Vec, OT) has ρ near −1, captured energy near +1. "
+        f"`choose_public` at ε = {distances.choice_epsilon:g}, on a Poisson sample of about "
+        f"{2 * distances.samples:,} records, by seed: {picked}.\n"
     )
 
 
@@ -212,9 +226,10 @@ def _made(results: Results) -> str:
 
     torches = ", ".join(dict.fromkeys(m["versions"]["torch"] for m in made))
     dates = sorted(m["date"][:10] for m in made)
+    tf32 = ", TF32" if any(m["tf32"] for m in made) else ""
     return (
-        f"{len(results.rows):,} runs in all, {dates[0]} to {dates[-1]}; {several('hardware')}; "
-        f"torch {torches}."
+        f"{len(results.rows):,} runs in all, {dates[0]} to {dates[-1]}; "
+        f"{several('hardware')}{tf32}; torch {torches}."
     )
 
 

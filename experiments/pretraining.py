@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dpspan.config.training import AffineSection
+from dpspan.public import PublicData
 from dpspan.section import Count, Positive, Section
-from experiments.data import Data, inputs_like, labels, read
-from experiments.runner import Place
+from experiments.data import inputs_like, labels, read
 
 
 class Pretraining(Section):
@@ -26,23 +26,32 @@ class Pretraining(Section):
     learning_rate: Positive = 1e-3
     augment: AffineSection | None = None
 
+    @property
+    def name(self) -> str:
+        """What records call these data."""
+        return f"{self.file}, pre-training"
+
+    def load(self, folder: Path, like: Tensor) -> PublicData:
+        """The samples, in the form of other ones, with their labels."""
+        x, y = (part[: self.samples] for part in read(folder, self.file, "train"))
+        return PublicData.of((inputs_like(x, like), labels(y)), name=self.name)
+
 
 def pretrained(
     section: Pretraining,
-    build: Callable[[Data], nn.Module],
-    data: Data,
+    samples: PublicData,
+    model: nn.Module,
     seed: int,
-    place: Place,
+    device: str,
 ) -> dict[str, Tensor]:
-    """The weights after the other file; `build` makes a model for data of so many classes."""
-    x, y = (part[: section.samples] for part in read(place.data, section.file, "train"))
-    images, targets = inputs_like(x, data.private.x).to(place.device), labels(y).to(place.device)
+    """The weights after training a model for those classes on the samples."""
+    images, targets = (part.to(device) for part in samples.batches[0][:2])
     augment = section.augment.build() if section.augment else None
     torch.manual_seed(seed)
-    model = build(replace(data, classes=section.classes)).to(place.device).train()
+    model = model.to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=section.learning_rate)
     for _ in range(section.epochs):
-        for part in torch.randperm(len(images), device=place.device).split(section.batch_size):
+        for part in torch.randperm(len(images), device=device).split(section.batch_size):
             seen = images[part] if augment is None else augment(images[part])
             optimizer.zero_grad()
             cross_entropy(model(seen), targets[part]).backward()

@@ -45,7 +45,9 @@ class Place:
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "commit": self.commit,
-            "hardware": torch.cuda.get_device_name() if self.device == "cuda" else _cpu(),
+            "hardware": torch.cuda.get_device_name(self.device)
+            if self.device.startswith("cuda")
+            else _cpu(),
             "tf32": self.tf32,
             "versions": {
                 "python": platform.python_version(),

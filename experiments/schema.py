@@ -81,6 +81,11 @@ class Row(Section):
         return not isinstance(self.method, str)
 
     @property
+    def trains(self) -> bool:
+        """Whether a warm start has an effect."""
+        return isinstance(self.method, MethodSection) or self.method == PUBLIC_ONLY
+
+    @property
     def public(self) -> set[str]:
         """The names of the public data that it uses."""
         names = [getattr(self.method, "public", None), self.warm_start and self.warm_start.public]
@@ -146,6 +151,13 @@ class TrainingExperiment(Section):
                 self._refuse(name, "Expected method.public.")
             if isinstance(row.method, ConvexSection) and not self.targets.epsilon:
                 self._refuse(name, "Expected targets.epsilon: a convex fit is made for an ε.")
+            training = row.training or self.training
+            if isinstance(training.epochs, dict):
+                wanted = set(self.targets.values) if row.private else {0.0}
+                if wanted - set(training.epochs):
+                    self._refuse(name, f"Expected epochs at {sorted(wanted)} (0: no target).")
+            if row.warm_start is not None and not row.trains:
+                self._refuse(name, "Expected no warm_start: nothing here would use it.")
             if row.method == PUBLIC_ONLY and row.warm_start is None:
                 self._refuse(name, "Expected a warm_start: that is how public data are used.")
             if isinstance(row.rates, str) and row.rates not in self.rows:
@@ -158,16 +170,19 @@ class TrainingExperiment(Section):
     def settings(self, name: str) -> dict[str, Any]:
         """What a row's results depend on, besides target, rate and seed."""
         row = self.rows[name]
-        data = _stated(self.data) | {
-            "public": {key: _stated(self.data.public[key]) for key in sorted(row.public)}
+        data = stated(self.data) | {
+            "public": {key: stated(self.data.public[key]) for key in sorted(row.public)},
+            # Other rows' public data leave the private and the test samples of this one too.
+            "taken": self.data.taken,
+            "tested_from": self.data.tested_from,
         }
         return {
             "data": data,
-            "model": _stated(row.model or self.model),
-            "training": _stated(row.training or self.training),
+            "model": stated(row.model or self.model),
+            "training": stated(row.training or self.training),
             "row": {
                 key: value
-                for key, value in _stated(row).items()
+                for key, value in stated(row).items()
                 if key not in ("rates", "model", "training", "paper")
             },
             "targets": self.targets.symbol,
@@ -177,8 +192,7 @@ class TrainingExperiment(Section):
 
     def digest(self, name: str) -> str:
         """Of the settings: results of other settings are not taken for this row's."""
-        text = json.dumps(self.settings(name), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return digest_of(self.settings(name))
 
     def searched(self, name: str) -> tuple[str, tuple[float, ...]]:
         """The row whose search settles the learning rate, and its grid."""
@@ -186,7 +200,7 @@ class TrainingExperiment(Section):
         return self.searched(rates) if isinstance(rates, str) else (name, rates)
 
 
-def _stated(section: Section) -> dict[str, Any]:
+def stated(section: Section) -> dict[str, Any]:
     """A section's names and what differs from its defaults.
 
     Results thus stay valid when a section gets another key, whose default changes nothing.
@@ -195,5 +209,11 @@ def _stated(section: Section) -> dict[str, Any]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if name in ("name", "source") or value != field.get_default(call_default_factory=True):
-            found[name] = _stated(value) if isinstance(value, Section) else value
+            found[name] = stated(value) if isinstance(value, Section) else value
     return found
+
+
+def digest_of(settings: dict[str, Any]) -> str:
+    """A short name for settings."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -11,19 +11,19 @@ from dpspan import RandomAffine
 NOTHING = RandomAffine(degrees=0, shift=0, scale=0, shear=0)
 
 
-def images(n: int = 6) -> Tensor:
+def images(n: int = 6, width: int = 21) -> Tensor:
     """A bright spot a little above and left of the middle, on black."""
-    x = torch.zeros(n, 2, 21, 21)
-    x[:, :, 8, 6] = 1.0
+    x = torch.zeros(n, 2, 21, width)
+    x[:, :, 8, width // 2 - 4] = 1.0
     return x
 
 
 def centre(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of each image's light."""
+    """Row and column of each image's light, from the middle."""
     light = x[:, 0]
-    where = torch.arange(x.shape[-1], dtype=x.dtype)
+    rows, columns = (torch.arange(size, dtype=x.dtype) - size // 2 for size in x.shape[-2:])
     total = light.sum((1, 2))
-    return (light.sum(2) @ where) / total, (light.sum(1) @ where) / total
+    return (light.sum(2) @ rows) / total, (light.sum(1) @ columns) / total
 
 
 def test_nothing_leaves_images_as_they_are() -> None:
@@ -33,29 +33,47 @@ def test_nothing_leaves_images_as_they_are() -> None:
 def test_shift_is_at_most_its_share() -> None:
     torch.manual_seed(0)
     rows, columns = centre(RandomAffine(degrees=0, shift=0.1, scale=0, shear=0)(images(400)))
-    for found, was in ((rows, 8), (columns, 6)):
+    for found, was in ((rows, -2), (columns, -4)):
         moved = (found - was).abs()
         assert moved.max() <= 0.1 * 21 + 1e-3
         assert moved.max() > 0.08 * 21  # 400 draws come near it
         assert found.std() > 0.5
 
 
-def test_rotation_keeps_the_distance_from_the_middle() -> None:
+@pytest.mark.parametrize("width", [21, 61])
+def test_rotation_keeps_the_distance_from_the_middle(width: int) -> None:
     torch.manual_seed(0)
-    rows, columns = centre(RandomAffine(degrees=30, shift=0, scale=0, shear=0)(images(400)))
-    there, here = torch.complex(columns - 10, rows - 10), complex(6 - 10, 8 - 10)
+    turned = RandomAffine(degrees=30, shift=0, scale=0, shear=0)(images(400, width))
+    rows, columns = centre(turned)
+    there, here = torch.complex(columns, rows), complex(-4, -2)
     torch.testing.assert_close(there.abs(), torch.full((400,), abs(here)), atol=0.2, rtol=0)
     angles = torch.rad2deg((there / here).angle()).abs()
     assert 27 < angles.max() < 32  # 400 draws come near 30; interpolation blurs the spot
+
+
+def test_scale_moves_light_along_its_ray() -> None:
+    torch.manual_seed(0)
+    rows, columns = centre(RandomAffine(degrees=0, shift=0, scale=0.3, shear=0)(images(400)))
+    torch.testing.assert_close(columns / rows, torch.full((400,), 2.0), atol=0.25, rtol=0)
+    assert 4 / 1.35 < columns.abs().min() < 4 / 1.2  # the grid is stretched, the image shrinks
+    assert 4 / 0.8 < columns.abs().max() < 4 / 0.65
+
+
+def test_shear_moves_light_along_its_row() -> None:
+    torch.manual_seed(0)
+    rows, columns = centre(RandomAffine(degrees=0, shift=0, scale=0, shear=0.5)(images(400)))
+    torch.testing.assert_close(rows, torch.full((400,), -2.0), atol=0.05, rtol=0)
+    moved = (columns + 4).abs()
+    assert 0.8 < moved.max() < 1.1  # half of two rows
 
 
 def test_a_mirror_turns_half_of_them() -> None:
     torch.manual_seed(0)
     mirrored = RandomAffine(degrees=0, shift=0, scale=0, shear=0, mirror=True)(images(400))
     _, columns = centre(mirrored)
-    right = (columns > 10).float().mean()
+    right = (columns > 0).float().mean()
     assert abs(float(right) - 0.5) < 5 * 0.5 / 20  # five standard deviations of 400 coins
-    assert set(columns.round().tolist()) == {6.0, 14.0}
+    assert set(columns.round().tolist()) == {-4.0, 4.0}
 
 
 def test_each_image_has_draws_of_its_own_from_torchs_generator() -> None:

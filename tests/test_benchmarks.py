@@ -29,6 +29,16 @@ def test_every_method_takes_a_step(name: str) -> None:
     )
 
 
+def test_a_subspace_that_is_kept_is_timed_over_a_whole_cycle() -> None:
+    problem = PROBLEMS["mlp-64"]
+    name = "GEP, subspace kept for 10 steps"
+    data = problem.data(16, "cpu")
+    made = methods.step_of(problem.model("cpu"), *data, 1.0, case=CASE, method=name)
+    assert made.steps == 10
+    once = methods.step_of(problem.model("cpu"), *data, 1.0, case=CASE, method="GEP")
+    assert once.steps == 1
+
+
 def test_the_private_samples_come_first() -> None:
     seen = []
 
@@ -53,6 +63,12 @@ def test_one_thing_grows_at_a_time(device: str) -> None:
         assert set(names) <= set(methods.METHODS)
         xs = [point.x for point in points]
         assert xs == sorted(xs)
+        varied = [
+            len({getattr(point.case, name) for point in points})
+            for name in ("private", "public", "rank")
+        ]
+        varied.append(len({point.problem for point in points}))
+        assert sorted(varied) == [1, 1, 1, len(points)]
         for point in points:
             assert point.case.rank <= point.case.public
             expected = sum(p.numel() for p in PROBLEMS[point.problem].model("cpu").parameters())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -138,6 +139,8 @@ class TestFiles:
                 "undefined alias",
             ),
             ("public: noise, rank: 3", "rank: 3", "Expected method.public"),
+            ("epochs: {2.0: 1, 8.0: 2}", "epochs: {2.0: 1}", r"Expected epochs at \[2.0, 8.0\]"),
+            ("    rates: [1.0]\n", "    rates: [1.0]\n    warm_start: *warm\n", "no warm_start"),
             ("name: gep", "name: gap", "gap"),
         ],
     )
@@ -154,6 +157,16 @@ class TestFiles:
                 changed = parse(TINY.replace(old, new), TrainingExperiment, name="t")
                 digests = [e.digest("warm start + GEP") for e in (tiny, changed)]
                 assert (digests[0] == digests[1]) is expected, new
+
+    def test_public_data_of_other_rows_are_part_of_the_settings(
+        self, tiny: TrainingExperiment
+    ) -> None:
+        """They are neither private nor tested on in any row."""
+        more = "    more: {source: opt-in, samples: 5}\n    noise:"
+        seen = "    test: {source: file, file: squares, part: test, samples: 9}\n    noise:"
+        for added in (more, seen):
+            other = parse(TINY.replace("    noise:", added), TrainingExperiment, name="t")
+            assert other.digest("DP-SGD") != tiny.digest("DP-SGD")
 
 
 class TestData:
@@ -222,6 +235,47 @@ class TestRuns:
         assert "noise" in text
         assert "opt-in" in text
 
+    def test_pre_training_is_on_record(
+        self, tiny: TrainingExperiment, folder: Path, swept: Results
+    ) -> None:
+        before = "    pretraining: {file: squares, classes: 2, samples: 90}\n"
+        rates = "    rates: [0.1, 0.5]\n    paper"
+        text = TINY.replace(rates, before + rates)
+        changed = parse(text, TrainingExperiment, name="t")
+        row = train(Run("tiny", "DP-SGD", 8.0, 0.1, 0, False, "x"), changed, Place(data=folder))
+        (public,) = row["certificate"]["public"]
+        assert public["name"] == "squares, pre-training"
+        data = changed.data.load(folder, seed=0, hold_out=True)
+        copies = sum(round((float(v) + 1) * 127.5) < 90 for v in data.private.x[:, 0, 0, 0])
+        assert copies > 0
+        assert row["records"] == 120 - copies
+
+    def test_the_average_is_over_steps_however_a_batch_is_cut(
+        self, tiny: TrainingExperiment, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        updates = []
+        plain = AveragedModel.update_parameters
+
+        def counted(self: Any, model: Any) -> None:
+            updates.append(1)
+            plain(self, model)
+
+        monkeypatch.setattr(AveragedModel, "update_parameters", counted)
+        counts = []
+        for physical in (None, 7):
+            updates.clear()
+            place = Place(data=folder, physical=physical)
+            train(Run("tiny", "DP-SGD, views", 8.0, 0.01, 0, True, "x"), tiny, place)
+            counts.append(len(updates))
+        assert counts == [8, 8]  # two epochs of four steps
+
+    def test_a_run_that_diverges_is_a_result(self, tiny: TrainingExperiment, folder: Path) -> None:
+        run = Run("tiny", "non-private", None, 1e30, 0, False, "x")
+        row = train(run, tiny, Place(data=folder))
+        assert row["diverged"]
+        assert 0 <= row["accuracy"] <= 1
+        assert "unprivate_membership" not in row
+
     def test_rows_learn(self, swept: Results) -> None:
         reached = [r["accuracy"] for r in swept.rows if r["row"] == "public only"]
         reached += [r["accuracy"] for r in swept.rows if r["row"] == "AdaGrad"]
@@ -264,6 +318,9 @@ class TestPages:
         table = {cells[1].strip(): cells for line in lines[2:] if (cells := line.split("|"))[1:]}
         assert table["DP-SGD"][4].strip().endswith("†\\* (91.5)")
         assert table["warm start + GEP"][2].strip() == "noise, opt-in (labelled)"
+        assert table["warm start + GEP"][3].strip().endswith("‡")  # DP-SGD's rate
+        pre_training = "opt-in (labelled), colour, pre-training (labelled)"
+        assert table["pre-trained"][2].strip() == pre_training
         own = [r for r in swept.rows if r["row"] == "public only"]
         mean = 100 * np.mean([r["accuracy"] for r in own])
         assert table["public only"][3].strip().startswith(f"{mean:.1f}")
@@ -271,6 +328,25 @@ class TestPages:
     def test_results_of_other_settings_are_not_shown(self, swept: Results) -> None:
         changed = parse(TINY.replace("hidden: [4]", "hidden: [9]"), TrainingExperiment, name="t")
         assert "DP-SGD" not in pages.training_table("tiny", changed, swept)
+
+    def test_distances_of_other_settings_are_not_shown(self, tmp_path: Path) -> None:
+        experiment = load("choosing-fashion")
+        results = Results(tmp_path / "r.jsonl")
+        row = {"name": "MNIST", **{f"unprivate_{key}": 0.25 for key in pages.MEASURES}}
+        for seed, settings in enumerate((experiment.distance_digest(), "of another rank")):
+            results.add(
+                {
+                    "model": "probe",
+                    "settings": settings,
+                    "seed": seed,
+                    "choice": f"choice {seed}",
+                    "unprivate_ranking": {"rows": [row]},
+                }
+            )
+        table = pages.distance_table("choosing-fashion", experiment, results)
+        assert "choice 0" in table
+        assert "choice 1" not in table
+        assert "| MNIST | 0.25 |" in table
 
     def test_targets_without_results_are_left_out(
         self, swept: Results, tiny: TrainingExperiment, tmp_path: Path

@@ -60,8 +60,10 @@ class RandomAffine:
         if self.mirror:
             flip = torch.where(torch.rand_like(angle) < 0.5, -flip, flip)
         cosine, sine = stretch * angle.cos(), stretch * angle.sin()
-        top = torch.stack([flip * cosine, slant - sine, right], 1)
-        bottom = torch.stack([flip * sine, cosine, down], 1)
+        # `affine_grid` counts in halves of each side, which are of other lengths.
+        height, width = images.shape[2:]
+        top = torch.stack([flip * cosine, slant - sine * height / width, right], 1)
+        bottom = torch.stack([flip * sine * width / height, cosine, down], 1)
         grid = affine_grid(torch.stack([top, bottom], 1), list(images.shape), align_corners=False)
         return grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
