@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_a_stop_is_told_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_the_users_own_model_and_table(folder: Path) -> None:
     """init, train and report, for a model in the working folder and a CSV."""
     write_csv(folder / "digits.csv", *digits(300))
-    write_csv(folder / "held_out.csv", *digits(400)[:2])
+    write_csv(folder / "held_out.csv", *(part[300:] for part in digits(400)))
     (folder / "mine.py").write_text(
         "from torch import nn\n"
         "def net(width=8):\n"
@@ -215,16 +216,16 @@ def test_the_users_own_model_and_table(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["npz", "idx", "images", "csv"])
 def test_init_for_every_format(folder: Path, kind: str) -> None:
-    x, y = digits(60)
-    made = {
-        "npz": lambda: folder / "digits.npz",
-        "idx": lambda: write_idx(folder / "train-images-idx3-ubyte.gz", x),
-        "images": lambda: write_images(folder / "images", x, y),
-        "csv": lambda: write_csv(folder / "a.csv", x, y),
+    x, y = digits(120)
+    made: dict[str, Callable[[str, slice], Path]] = {
+        "npz": lambda name, part: folder / "digits.npz",
+        "idx": lambda name, part: write_idx(folder / f"{name}-images-idx3-ubyte.gz", x[part]),
+        "images": lambda name, part: write_images(folder / name, x[part], y[part]),
+        "csv": lambda name, part: write_csv(folder / f"{name}.csv", x[part], y[part]),
     }
-    path = made[kind]()
+    path, public = made[kind]("train", slice(60)), made[kind]("other", slice(60, 120))
     answer = as_json(
-        "init", "--data", path, "--classes", "10", "--public", path, "--model", "logistic"
+        "init", "--data", path, "--classes", "10", "--public", public, "--model", "logistic"
     )
     config = load_config(answer["config"])
     assert config.data.private.format == kind
@@ -336,6 +337,20 @@ def test_choose(folder: Path) -> None:
     assert "has no `choose` section" in dpspan("choose", plain, code=1).stderr
 
 
+def test_choose_leaves_a_run_that_has_begun_alone(folder: Path) -> None:
+    dpspan("train", written(folder))
+    files = RunFolder(folder / "run")
+    before = {path: path.read_bytes() for path in files.path.iterdir()}
+    path = written(
+        folder,
+        data=two_candidates(folder),
+        method={"name": "gep", "rank": 4},
+        choose={"epsilon": 0.5, "rank": 4},
+    )
+    assert "holds a run that was made without choice.json" in dpspan("choose", path, code=1).stderr
+    assert {path: path.read_bytes() for path in files.path.iterdir()} == before
+
+
 PRICE = {"epsilon": 8.0, "delta": 1e-5, "accountant": "rdp"}
 
 
@@ -428,6 +443,61 @@ def test_compare_pays_for_a_choice_once(folder: Path) -> None:
     assert all(row["results"][0]["epsilon"] <= 8.0 for row in result["rows"])
     assert as_json("compare", gep, other, "--out", "out", "--seeds", 1) == result
     assert (folder / "out" / "choice.json").read_bytes() == choice
+
+
+def test_a_choice_that_an_interrupted_compare_made_is_paid(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {**shared(folder), "data": two_candidates(folder)}
+    method, plain = {"name": "gep", "rank": 4}, written(folder, "plain.yaml", **sections)
+    path = written(folder, "gep.yaml", **sections, method=method, choose={"epsilon": 0.5})
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    dpspan("compare", plain, "--out", "out", "--seeds", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("dpspan.comparison.compare", interrupted)
+        dpspan("compare", path, plain, "--out", "out", "--seeds", 1, code=130)
+    out = folder / "out"
+    assert (out / "choice.json").exists()
+    assert not (out / "certificate.json").exists()  # the one that was there leaves the choice out
+    dpspan("compare", plain, "--out", "out", "--seeds", 1)
+    events = json.loads((out / "certificate.json").read_text())["events"]
+    assert sum(e["count"] for e in events if "Laplace" in e["event"]["kind"]) == 1
+    (out / "ledger.json").unlink()
+    refused = dpspan("compare", plain, "--out", "out", "--seeds", 1, code=1)
+    assert "ledger.json is missing, so nobody knows what choice.json has cost" in refused.stderr
+
+
+def test_a_folder_is_of_a_run_or_of_a_comparison(folder: Path) -> None:
+    sections = {**shared(folder), "data": two_candidates(folder)}
+    path = written(folder, **sections)
+    method, choose = {"name": "gep", "rank": 4}, {"epsilon": 0.5, "rank": 4}
+    chooser = written(folder, "d.yaml", **sections, method=method, choose=choose)
+    dpspan("compare", path, "--out", "run", "--seeds", 1)
+    before = {file: file.read_bytes() for file in (folder / "run").rglob("*.*")}
+    for command in ("train", "choose"):
+        assert "run holds a comparison" in dpspan(command, chooser, code=1).stderr
+    assert {file: file.read_bytes() for file in (folder / "run").rglob("*.*")} == before
+    single = written(folder, **sections, output={"folder": str(folder / "single")})
+    dpspan("train", single)
+    before = {file: file.read_bytes() for file in (folder / "single").rglob("*.*")}
+    for config in (path, chooser):
+        refused = dpspan("compare", config, "--out", "single", "--seeds", 1, code=1)
+        assert "single holds a run, whose certificate would be replaced" in refused.stderr
+    assert {file: file.read_bytes() for file in (folder / "single").rglob("*.*")} == before
+    of_a_comparison = dpspan("audit", folder / "run" / "c" / "seed-0", code=1).stderr
+    assert "is a run of a comparison, which leaves no config.yaml" in of_a_comparison
+
+
+def test_rows_that_would_share_a_folder(folder: Path) -> None:
+    path = written(folder, "dp-sgd.yaml", **shared(folder), method={"name": "rgp", "rank": 2})
+    refused = dpspan("compare", path, "--out", "out", code=1).stderr
+    assert "got 'dp-sgd', 'DP-SGD'. Rename yours (a configuration: its file)" in refused
+    path = written(folder, "日本.yaml", **shared(folder))
+    dpspan("compare", path, "--out", "out", "--seeds", 1)
+    assert (folder / "out" / "日本" / "seed-0" / "certificate.json").exists()
 
 
 def test_compare_refuses(folder: Path) -> None:

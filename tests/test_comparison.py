@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import json
+import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +37,7 @@ from dpspan.comparison.compare import folder_of
 from dpspan.comparison.verdicts import difference
 from dpspan.config.training import StepsSection
 from dpspan.events import event_from_json, pure_event
+from dpspan.run import RunFolder
 
 COMPARE = sys.modules[folder_of.__module__]  # the package shows the function of that name
 BUDGET = Budget(epsilon=5.0, delta=1e-5)
@@ -172,7 +176,7 @@ class TestRuns:
                     assert result.epsilon == 0
                     assert certificate["events"] == []
                     assert certificate["public"][0]["count"] == 20
-        assert not list(tmp_path.rglob(".*"))
+        assert [path.name for path in tmp_path.rglob(".*")] == [".lock"]
         again = Comparison.from_dict(read(tmp_path / "comparison.json"))
         assert again == comparison
 
@@ -226,18 +230,68 @@ class TestRuns:
         with pytest.raises(KeyboardInterrupt):
             compare(task, [PLAIN], out=tmp_path, seeds=(0, 1, 2))
         assert folder_of(tmp_path, "DP-SGD", 1).exists()
-        assert [path.name for path in tmp_path.iterdir()] == ["dp-sgd"]
+        assert {path.name for path in tmp_path.iterdir()} == {".lock", "dp-sgd"}
 
-    def test_a_run_that_cannot_be_written_leaves_nothing(
+    def test_a_run_that_cannot_be_written_leaves_its_price(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(*_: Any) -> None:
             raise OSError("No space left on device")
 
-        monkeypatch.setattr(COMPARE, "save_file", full)
+        with monkeypatch.context() as small:
+            small.setattr(COMPARE, "save_file", full)
+            with pytest.raises(OSError, match="No space left"):
+                compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
+        (left,) = (tmp_path / "dp-sgd").iterdir()
+        assert [path.name for path in left.iterdir()] == ["certificate.json"]
+        monkeypatch.setattr("dpspan.comparison.folder.write_certificate", full)
         with pytest.raises(OSError, match="No space left"):
             compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
-        assert list((tmp_path / "dp-sgd").iterdir()) == []
+        assert list((tmp_path / "dp-sgd").iterdir()) == [left]  # nothing was written this time
+
+    def test_a_model_that_a_killed_process_left_is_paid_and_taken_away(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task = task_of(public=None, accountant="rdp")
+        real = COMPARE.save_file
+
+        def killed(*arguments: Any) -> None:
+            real(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(COMPARE, "save_file", killed)
+            process = multiprocessing.get_context("fork").Process(
+                target=compare, args=(task, [PLAIN]), kwargs={"out": tmp_path, "seeds": (0,)}
+            )
+            process.start()
+            process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+        comparison = compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert len(list(tmp_path.rglob("model.safetensors"))) == 1  # of the run that came after
+        whole = read(tmp_path / "certificate.json")
+        assert whole["steps"] == 16  # two runs of 2 epochs of 4 steps
+        assert "a run was charged whose model is not here" in whole["warnings"][0]
+        assert comparison.epsilon_together > comparison.row("DP-SGD").epsilon + 0.5
+        assert compare(task, [PLAIN], out=tmp_path, seeds=(0,)) == comparison  # and no more
+
+    def test_one_process_at_a_time(self, tmp_path: Path) -> None:
+        with (
+            RunFolder(tmp_path).locked(),
+            pytest.raises(RuntimeError, match="Another process is training in"),
+        ):
+            compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
+
+    @pytest.mark.parametrize("name", ["config.yaml", "checkpoint.safetensors", "model.safetensors"])
+    def test_the_folder_of_a_run_is_left_alone(self, tmp_path: Path, name: str) -> None:
+        files = {tmp_path / file for file in (name, "certificate.json", "metrics.jsonl")}
+        for path in files:
+            path.write_text("of the run")
+        with pytest.raises(ValueError, match="holds a run, whose certificate would be replaced"):
+            compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
+        assert {path for path in tmp_path.iterdir() if path.name != ".lock"} == files
+        assert {path.read_text() for path in files} == {"of the run"}
 
     def test_other_settings_in_the_same_folder_are_refused(self, tmp_path: Path) -> None:
         task = task_of(public=None)
@@ -248,8 +302,17 @@ class TestRuns:
 
     def test_names_that_share_a_folder_are_refused(self, tmp_path: Path) -> None:
         twin = Contender(name="DP SGD", method=DPSGD(clip=2.0), learning_rate=0.5)
-        with pytest.raises(ValueError, match="differ in letters"):
+        with pytest.raises(ValueError, match=r"letters or digits, .*got 'DP-SGD', 'DP SGD'\."):
             compare(task_of(), [PLAIN, twin], out=tmp_path)
+        nameless = Contender(name="!", method=DPSGD(clip=2.0), learning_rate=0.5)
+        with pytest.raises(ValueError, match=r"got '!'\. Rename yours"):
+            compare(task_of(), [PLAIN, nameless], out=tmp_path)
+
+    def test_names_in_any_script(self) -> None:
+        assert folder_of(Path("out"), "日本", 0) == Path("out/日本/seed-0")
+        assert folder_of(Path("out"), "warm_start + DP-SGD!", 0) == Path(
+            "out/warm-start-dp-sgd/seed-0"
+        )
 
     def test_seeds_are_checked(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="at least 1 seed, none of them twice"):
@@ -473,6 +536,17 @@ class TestPrice:
         kinds = [e for e in whole["events"] if e["event"]["kind"] == "DiscreteLaplaceDpEvent"]
         assert sum(entry["count"] for entry in kinds) == choices
 
+    def test_a_run_on_public_data_pays_for_nobody(self, tmp_path: Path) -> None:
+        ledger, task = Ledger(), task_of(accountant="rdp")
+        ledger.charge(pure_event(0.1))
+        free = Contender(name="free", warm_start=task.start, paid=ledger.state_dict())
+        user = Contender(
+            name="a", method=DPSGD(), learning_rate=0.5, warm_start=task.start, paid=free.paid
+        )
+        compare(task, [free, user], out=tmp_path, seeds=(0,))
+        kinds = [e["event"]["kind"] for e in read(tmp_path / "certificate.json")["events"]]
+        assert kinds.count("DiscreteLaplaceDpEvent") == 1
+
     def test_steps_that_equal_what_was_paid_are_still_counted(
         self, compared: tuple[Path, Comparison]
     ) -> None:
@@ -483,7 +557,7 @@ class TestPrice:
         ledger.charge(event_from_json(entry["event"]), 3)
         state, together = ledger.state_dict(), Ledger()
         longer = {**spent, "events": [{**entry, "count": 8}]}
-        COMPARE._add(together, longer, state, {id(state)})
+        COMPARE._add(together, longer, state, {COMPARE._known_as(state)})
         assert together.steps == 5
 
     def test_runs_of_an_earlier_call_still_count(self, tmp_path: Path) -> None:
@@ -492,6 +566,28 @@ class TestPrice:
         fewer = compare(task, [PLAIN], out=tmp_path, seeds=(0,))
         assert [len(c.rows[0].results) for c in (more, fewer)] == [2, 1]
         assert fewer.epsilon_together == more.epsilon_together
+
+    def test_a_choice_made_in_the_folder_counts_once_whoever_uses_it(self, tmp_path: Path) -> None:
+        ledger = Ledger(budget=BUDGET)
+        ledger.charge(pure_event(0.5))
+        tmp_path.joinpath("ledger.json").write_text(json.dumps(ledger.state_dict()))
+        task = task_of(public=None, accountant="rdp")
+        method = DPSGD(clip=1.0)
+        user = Contender(
+            name="a", method=method, learning_rate=0.5, paid=read(tmp_path / "ledger.json")
+        )
+
+        def choices() -> int:
+            events = read(tmp_path / "certificate.json")["events"]
+            return sum(e["count"] for e in events if "Laplace" in e["event"]["kind"])
+
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert choices() == 1  # nobody used it, and it was made all the same
+        both = compare(task, [PLAIN, user], out=tmp_path, seeds=(0,))
+        assert choices() == 1
+        fewer = compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert choices() == 1
+        assert fewer.epsilon_together == pytest.approx(both.epsilon_together, rel=1e-9)
 
     def test_another_choice_is_another_release(self, tmp_path: Path) -> None:
         def contender() -> Contender:

@@ -46,6 +46,20 @@ def test_a_good_one() -> None:
     assert config.fixed()["budget"]["epsilon"] == 3
 
 
+SELF = "{format: csv, path: x/../a.csv, inputs: [b], label: c}"
+
+
+@pytest.mark.parametrize("part", ["public.optin", "test"])
+def test_private_data_cannot_be_something_else_too(part: str) -> None:
+    text = GOOD.replace("{format: npz, path: d.npz}", SELF)
+    if part == "test":
+        test = "  test: {format: csv, path: a.csv, inputs: [a, b], label: c}\n  test_is_public"
+        text = text.replace("path: a.csv", "path: other.csv").replace("  test_is_public", test)
+    message = rf"data\.{part}: These are the records of data\.private itself \(a\.csv\)"
+    with pytest.raises(ConfigError, match=message):
+        parse_config(text)
+
+
 BAD = {
     "unknown key": (
         "rank: 16",

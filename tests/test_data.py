@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from digits import digits, write_csv, write_idx, write_images
-from dpspan.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet, load
+from dpspan.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, load
 from dpspan.data.source import Source
 
 N = 40
@@ -49,6 +49,37 @@ def test_npz(tmp_path: Path) -> None:
     unlabelled = load(Npz(path=path, labels=None), classes=10)
     assert not unlabelled.labelled
     assert len(unlabelled.tensors) == 1
+
+
+def test_copies_are_found_whatever_the_scaling(tmp_path: Path) -> None:
+    floats = X[3:6] / 255
+    np.savez(tmp_path / "a.npz", x=X[:10], y=Y[:10], tokens=X[:10].astype(np.int64))
+    np.savez(tmp_path / "b.npz", x=X[8:12], scaled=floats[:, None].astype(np.float32), y=Y[:3])
+    private = load(Npz(path=tmp_path / "a.npz", mean=0.5, std=0.2), classes=10)
+
+    def copies(source: Source, other: Loaded = private) -> list[int]:
+        return load(source, classes=10).copies_of(other)
+
+    same_file = {"path": tmp_path / "a.npz", "labels": None}
+    for scaling in ({}, {"mean": 0.5, "std": 0.2 + 1e-7}, {"scale": 1.0}):
+        assert copies(Npz(**same_file, **scaling)) == list(range(10))
+        assert copies(Npz(path=tmp_path / "b.npz", labels=None, **scaling)) == [0, 1]
+    done = Npz(path=tmp_path / "b.npz", inputs="scaled", mean=0.5, std=0.2)
+    assert copies(done) == [0, 1, 2]  # divided by 255 in the file already
+    tokens = load(Npz(**same_file, inputs="tokens", tokens=True), classes=10)
+    assert copies(Npz(**same_file, inputs="tokens", std=3.0), tokens) == list(range(10))
+    np.savez(tmp_path / "c.npz", x=X[20:30], y=Y[20:30])
+    assert copies(Npz(path=tmp_path / "c.npz", mean=0.5, std=0.2)) == []
+
+
+def test_which_sources_read_the_same_records(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = Csv(path=Path("a.csv"), inputs=("p",), mean=1.0)
+    assert table.records == Csv(path=tmp_path / "b" / ".." / "a.csv", inputs=("q", "r")).records
+    assert table.records != Csv(path=Path("b.csv"), inputs=("p",)).records
+    assert Npz(path=Path("a")).records != Npz(path=Path("a"), inputs="x_test").records
+    halves = (HuggingFace(path=Path("a"), split=name) for name in ("train", "test"))
+    assert len({half.records for half in halves}) == 2
 
 
 def test_tokens_stay_whole(tmp_path: Path) -> None:

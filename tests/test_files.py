@@ -36,6 +36,22 @@ def test_a_file_that_only_its_owner_may_read_stays_so(tmp_path: Path) -> None:
     assert mode(path) == 0o600
 
 
+@pytest.mark.parametrize("old", [None, 0o640])
+def test_a_writer_that_makes_a_file_of_its_own(tmp_path: Path, old: int | None) -> None:
+    """safetensors' are for their owner only, beside other files of the run that all may read."""
+    path = tmp_path / "a.safetensors"
+    if old is not None:
+        path.touch(old)
+    before = os.umask(0o022)
+    try:
+        with replacing(path, what="a model") as temporary:
+            temporary.unlink()
+            temporary.touch(0o600)
+    finally:
+        os.umask(before)
+    assert mode(path) == (old or 0o644)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_after_an_error_the_old_file_is_there_and_nothing_else(
     tmp_path: Path, error: type[BaseException]

@@ -141,6 +141,67 @@ def test_private_averages_are_found_however_they_are_stored(how: str) -> None:
     assert engine.ledger.steps == 0
 
 
+class Keeper(nn.Module):
+    """Keeps records where a saved model would carry them away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(6, 2), torch.zeros(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach().clone()
+        return self.layer(x)
+
+
+def test_extra_state_is_refused() -> None:
+    class Extra(Keeper):
+        def get_extra_state(self) -> Tensor:
+            return self.seen
+
+    message = r"0 \(Extra\): its get_extra_state puts into state_dict.*remove that method"
+    with pytest.raises(dpspan.UnsupportedModule, match=message):
+        setup(module=nn.Sequential(Extra()))
+    assigned = nn.Linear(6, 2)
+    assigned.get_extra_state = lambda: torch.zeros(1)  # type: ignore[method-assign]
+    with pytest.raises(dpspan.UnsupportedModule, match="get_extra_state"):
+        setup(module=assigned)
+
+
+def test_other_ways_into_the_saved_model_are_found() -> None:
+    class Saved(Keeper):
+        def _save_to_state_dict(self, destination: dict[str, Tensor], *rest: object) -> None:
+            super()._save_to_state_dict(destination, *rest)  # type: ignore[arg-type]
+            destination["seen"] = self.seen
+
+    class Stash(Keeper):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "stash"):
+                self.register_buffer("stash", x.detach().clone())
+            return self.layer(x)
+
+    for module, name in ((Saved(), "seen"), (Stash(), "stash")):
+        engine, model, optimizer, loader = setup(module=module)
+        with pytest.raises(CaptureError, match=f"'{name}' was changed by the private batch"):
+            train(model, optimizer, loader)
+        assert engine.ledger.steps == 0
+
+
+def test_a_cache_that_does_not_depend_on_the_samples_may_be_made() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "places"):
+                self.register_buffer("places", torch.arange(6.0))
+            return self.layer(x + self.places)
+
+    engine, model, optimizer, loader = setup(module=Positions())
+    train(model, optimizer, loader)
+    assert engine.ledger.steps == 4
+
+
 def test_inputs_of_varying_length_are_put_on_record() -> None:
     class Pool(nn.Module):
         def __init__(self) -> None:

@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from dp_accounting.dp_event import DpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpspan import DPSGD, GEP, Budget, PrivacyEngine, WarmStart
+from dpspan import DPSGD, GEP, Budget, Ledger, PrivacyEngine, WarmStart
+from dpspan.accounting import account, pld_epsilon
+from dpspan.certificate import certificate, write_certificate
 from dpspan.comparison import Contender, Task, compare
+from dpspan.events import event_from_json, pure_event, step_event
 from dpspan.report import render
 from dpspan.report.reading import read, without_unprivate
+from dpspan.report.total import Total
 from dpspan.report.wording import best_guess, detection, in_words
 
 EVIL = "<script>alert('x')</script> & \"co\""
@@ -157,7 +162,9 @@ class TestPage:
         folders = [compared / "dp-sgd", compared / "public-only"]
         text = render(folders, tmp_path / "deep" / "report.html").read_text()
         assert "4 training runs" in text
-        assert "if all" not in text  # no certificate covers just these
+        spent = [json.loads(p.read_text()) for p in compared.glob("dp-sgd/*/certificate.json")]
+        events = [(event_from_json(e["event"]), e["count"]) for c in spent for e in c["events"]]
+        assert f"costs up to ε = {pld_epsilon(events, 1e-5):.2f}," in text
 
     def test_one_run_is_not_told_about_others(self, compared: Path, tmp_path: Path) -> None:
         page = render([compared], tmp_path / "all.html").read_text()
@@ -172,7 +179,127 @@ class TestPage:
         assert "Nothing: no private record was used." in text
 
 
+def recorded(folder: Path, *events: tuple[DpEvent, int], **about: Any) -> Path:
+    """A folder with the certificate of these events."""
+    ledger = Ledger(accountant=about.pop("accountant", "rdp"))
+    for event, count in events:
+        ledger.charge(event, count)
+    training = {"method": about.pop("method", "mine")}
+    document = certificate(ledger, **{"delta": 1e-5, "training": training, **about})
+    write_certificate(folder / "certificate.json", document)
+    return folder
+
+
+def noted(folder: Path, *events: tuple[DpEvent, int]) -> None:
+    """The folder's ledger of these events."""
+    ledger = Ledger()
+    for event, count in events:
+        ledger.charge(event, count)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ledger.json").write_text(json.dumps(ledger.state_dict()))
+
+
+class TestTotal:
+    """Every release once; more where it cannot be known, and never less."""
+
+    STEP, OTHER, CHOICE = step_event(2.0, 0.1), step_event(1.5, 0.1), pure_event(0.5)
+
+    def price(self, *events: tuple[DpEvent, int], delta: float = 1e-5) -> float:
+        return account(events, delta, "rdp").epsilon
+
+    def together(self, *folders: Path) -> Total:
+        found = read(folders, include_unprivate=False).together
+        assert found is not None
+        return found
+
+    def test_one_run_is_its_own_total(self, tmp_path: Path) -> None:
+        recorded(tmp_path, (self.CHOICE, 1), (self.STEP, 10))
+        noted(tmp_path, (self.CHOICE, 1), (self.STEP, 10))
+        assert read([tmp_path], include_unprivate=False).together is None
+
+    def test_comparisons_and_runs_below_one_folder(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            for seed in range(2):  # all of them share one choice
+                recorded(tmp_path / name / "x" / f"seed-{seed}", (self.CHOICE, 1), (self.STEP, 10))
+            recorded(tmp_path / name / "x" / ".seed-2.tmp", (self.STEP, 3))  # was interrupted
+            whole = (self.CHOICE, 1), (self.STEP, 23)
+            recorded(tmp_path / name, *whole, method="a comparison")
+            noted(tmp_path / name, (self.CHOICE, 1))
+        recorded(tmp_path / "c", (self.OTHER, 5))
+        expected = self.price((self.CHOICE, 2), (self.STEP, 46), (self.OTHER, 5))
+        assert self.together(tmp_path).epsilon == pytest.approx(expected, rel=1e-9)
+        folders = [tmp_path / name for name in "abc"]
+        assert self.together(*folders, folders[0]).epsilon == pytest.approx(expected, rel=1e-9)
+        one = json.loads((folders[0] / "certificate.json").read_text())["epsilon"]
+        assert self.together(folders[0]).epsilon == one
+        text = render([tmp_path], tmp_path / "r.html").read_text()
+        assert f"ε = {expected:.3g}</b><span>at most, if all 5 runs are published" in text
+        assert "that run together" in text
+
+    def test_what_only_a_ledger_tells_of_counts(self, tmp_path: Path) -> None:
+        recorded(tmp_path / "run", (self.STEP, 10))
+        noted(tmp_path / "run", (self.CHOICE, 1))  # made later; the certificate does not know
+        expected = self.price((self.CHOICE, 1), (self.STEP, 10))
+        assert self.together(tmp_path / "run").epsilon == pytest.approx(expected, rel=1e-9)
+        text = render([tmp_path / "run"], tmp_path / "r.html").read_text()
+        assert f"hold more than the certificate: ε = {expected:.2f} for all of it" in text
+        noted(tmp_path / "stopped", (self.OTHER, 3))
+        found = self.together(tmp_path)
+        expected = self.price((self.CHOICE, 1), (self.STEP, 10), (self.OTHER, 3))
+        assert found.epsilon == pytest.approx(expected, rel=1e-9)
+        assert found.unfinished == 1
+
+    def test_a_run_that_the_comparison_forgot_counts(self, tmp_path: Path) -> None:
+        recorded(tmp_path, (self.STEP, 10), method="a comparison")
+        recorded(tmp_path / "x" / "seed-0", (self.OTHER, 30))
+        expected = self.price((self.STEP, 10), (self.OTHER, 30))
+        assert self.together(tmp_path).epsilon == pytest.approx(expected, rel=1e-9)
+
+    def test_never_less_than_a_part(self, tmp_path: Path) -> None:
+        recorded(tmp_path / "a", (self.STEP, 10), delta=1e-9)
+        recorded(tmp_path / "b", (self.OTHER, 900), delta=1e-2, accountant="pld")
+        found = self.together(tmp_path)
+        assert found.delta == 1e-9
+        expected = self.price((self.STEP, 10), (self.OTHER, 900), delta=1e-9)
+        assert found.epsilon == pytest.approx(expected, rel=1e-9)
+        assert "(δ = 1e-09)" in render([tmp_path], tmp_path / "r.html").read_text()
+
+    def test_different_promises_are_not_added_up(self, tmp_path: Path) -> None:
+        recorded(tmp_path / "a", (self.STEP, 10))
+        recorded(tmp_path / "b", (self.STEP, 10), adjacency="replace one record")
+        assert read([tmp_path], include_unprivate=False).together is None
+        text = render([tmp_path], tmp_path / "r.html").read_text()
+        assert "if all" not in text
+        assert "What all runs cost together is not known" in text
+
+    def test_a_ledger_that_is_none(self, tmp_path: Path) -> None:
+        recorded(tmp_path, (self.STEP, 10))
+        (tmp_path / "ledger.json").write_text("[]")
+        with pytest.raises(ValueError, match=r"Expected the ledger of a run in .*ledger\.json"):
+            read([tmp_path], include_unprivate=False)
+
+
+def test_a_guarantee_that_is_hardly_one(tmp_path: Path) -> None:
+    recorded(tmp_path / "a", (step_event(0.2, 0.5), 100), delta=0.5)
+    text = render([tmp_path / "a"], tmp_path / "r.html").read_text()
+    assert "promises next to nothing" in text
+    assert "δ = 0.5 is large" in text
+    assert "the chance that the promise fails, which should be far smaller" in text
+    recorded(tmp_path / "b", (step_event(2.0, 0.1), 10))
+    text = render([tmp_path / "b"], tmp_path / "r.html").read_text()
+    assert "a small extra chance beside ε" in text
+    assert "is large" not in text
+    assert "next to nothing" not in text
+
+
 class TestUnprivate:
+    def test_an_audit_is_shown_when_asked_for(self, single: Path, tmp_path: Path) -> None:
+        (single / "audit.json").write_text('{"unprivate_success_rate": 0.818181}')
+        assert "0.818181" not in render([single], tmp_path / "r.html").read_text()
+        text = render([single], tmp_path / "r.html", include_unprivate=True).read_text()
+        assert "unprivate_success_rate" in text
+        assert "0.818181" in text
+
     def test_left_out(self, single: Path, tmp_path: Path) -> None:
         text = render([single], tmp_path / "r.html").read_text()
         assert "0.424242" not in text

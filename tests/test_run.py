@@ -6,20 +6,26 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 import dpspan.checkpoint
 import dpspan.run.training
 from digits import config, settings, write_npz
 from dpspan.checkpoint import load_file, save_file
 from dpspan.config import Config
+from dpspan.events import pure_event
+from dpspan.ledger import Ledger
 from dpspan.noise import Noise
 from dpspan.run import Progress, Result, RunFolder, train
 from dpspan.run.folder import read_lines
@@ -157,6 +163,73 @@ def test_the_choice_of_public_data_is_paid_once(folder: Path) -> None:
         train(config(folder, **sections))
 
 
+def test_a_run_that_has_begun_chooses_no_more(folder: Path) -> None:
+    """A choice made now would be missing from what the run has certified."""
+    data: Any = settings(folder)["data"]
+    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    sections: dict[str, Any] = {
+        "data": {**data, "public": {**data["public"], "other": other}},
+        "choose": {"epsilon": 0.5, "rank": 4},
+        "method": {"name": "gep", "rank": 4},
+        "budget": NOISY,
+    }
+    train(config(folder, **sections), stop=lambda: True)
+    files = RunFolder(folder / "run")
+    record, certificate = files.ledger.read_bytes(), files.certificate.read_bytes()
+    files.choice.unlink()
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=r"made without choice\.json|holds a run already"):
+            train(config(folder, **sections), resume=resume)
+    files.checkpoint.unlink()  # what it certified is there all the same
+    with pytest.raises(ValueError, match=r"made without choice\.json"):
+        train(config(folder, **sections), resume=True)
+    assert files.ledger.read_bytes() == record
+    assert files.certificate.read_bytes() == certificate
+
+
+def test_a_ledger_is_not_replaced_by_one_that_tells_less(tmp_path: Path) -> None:
+    files, longer, shorter = RunFolder(tmp_path), Ledger(), Ledger()
+    longer.charge(pure_event(0.1), 2)
+    longer.warn("something")
+    files.write_ledger(longer)
+    record = files.ledger.read_bytes()
+    shorter.warn("something")
+    shorter.charge(pure_event(0.1))
+    with pytest.raises(ValueError, match="tells of releases that this process does not know"):
+        files.write_ledger(shorter)
+    shorter = Ledger()
+    shorter.charge(pure_event(0.1), 3)
+    with pytest.raises(ValueError, match="tells of releases"):
+        files.write_ledger(shorter)  # without the warning
+    assert files.ledger.read_bytes() == record
+    longer.charge(pure_event(0.2))
+    files.write_ledger(longer)
+    assert ledger_steps(files) == 3
+
+
+def test_nothing_is_trained_beside_what_has_no_record(folder: Path) -> None:
+    files = RunFolder(folder / "run")
+    files.path.mkdir()
+    for path in (files.certificate, files.choice, files.model):
+        path.write_text("{}")
+        with pytest.raises(ValueError, match=r"ledger\.json is missing, so nobody knows"):
+            train(config(folder, budget=NOISY))
+        assert path.read_text() == "{}"
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", ["comparison.json", "a/seed-0/run.json", "a/.seed-0.x/model"])
+def test_the_folder_of_a_comparison_is_left_alone(folder: Path, name: str) -> None:
+    files = RunFolder(folder / "run")
+    (files.path / name).parent.mkdir(parents=True)
+    for path in (files.path / name, files.certificate):
+        path.write_text("of the comparison")
+    with pytest.raises(ValueError, match="holds a comparison, whose certificate would be replaced"):
+        train(config(folder, budget=NOISY))
+    assert files.certificate.read_text() == "of the comparison"
+    assert not files.ledger.exists()
+
+
 def test_unprivate_metrics_only_on_request_and_on_record(folder: Path) -> None:
     data = {**settings(folder)["data"], "test_is_public": False}
     train(config(folder, data=data, budget=NOISY))
@@ -292,6 +365,65 @@ def test_steps_that_may_have_been_seen_stay_charged(
     certificate = json.loads(files.certificate.read_text())
     assert certificate["steps"] == 10
     assert any("3 steps were charged" in warning for warning in certificate["warnings"])
+
+
+def test_a_lost_checkpoint_takes_its_metrics_along(folder: Path) -> None:
+    method = {"name": "gep", "public": "optin", "rank": 8, "diagnose": 5}
+    train(config(folder, budget=NOISY, method=method))
+    files = RunFolder(folder / "run")
+    files.checkpoint.unlink()
+    train(config(folder, budget=NOISY, method=method), resume=True)
+    assert ledger_steps(files) == 20  # the first ten were released
+    assert [line["step"] for line in read_lines(files.metrics)] == [5, 10]
+    assert [line["step"] for line in read_lines(files.diagnostics)] == [0, 5]
+
+
+def test_a_mistake_in_the_model_does_not_cost_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mistaken(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                raise RuntimeError("a mistake")
+            return super().forward(inputs)
+
+    mine: Any = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    mine.net = lambda: nn.Sequential(nn.Flatten(), Mistaken(64, 12), nn.Linear(12, 10))
+    chosen = config(folder, budget=NOISY, model={"name": "factory", "factory": "mine:net"})
+    with pytest.raises(RuntimeError, match="a mistake"):
+        train(chosen)
+    files = RunFolder(folder / "run")
+    assert (ledger_steps(files), checkpoint_steps(files)) == (0, 0)
+    mine.net = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with pytest.raises(ValueError, match="No private step was taken yet: train without --resume"):
+        train(chosen, resume=True)
+    other = config(folder, budget=NOISY)
+    with pytest.raises(ValueError, match=r"`model` is not as it was .* train without --resume"):
+        train(other, resume=True)
+    assert train(chosen).status == "finished"
+    assert ledger_steps(files) == 10
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(chosen)
+
+
+def test_steps_after_the_first_checkpoint_are_a_run(folder: Path) -> None:
+    """The ledger went on, the checkpoint did not come: somebody may have seen a part of it."""
+    files = RunFolder(folder / "run")
+
+    def interrupted(progress: Progress) -> None:
+        if progress.step == 1:
+            raise KeyboardInterrupt
+
+    train(config(folder, budget=NOISY), stop=lambda: True)
+    longer = files.ledger.read_bytes()
+    shutil.rmtree(files.path)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(folder, budget=NOISY), watch=interrupted)
+    assert (ledger_steps(files), checkpoint_steps(files)) == (0, 0)
+    files.ledger.write_bytes(longer)
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(config(folder, budget=NOISY))
 
 
 def test_a_full_disk_is_reported_and_the_old_checkpoint_kept(

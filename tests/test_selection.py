@@ -489,7 +489,7 @@ def test_private_records_come_in_any_form(source, mechanism):
         sample_rate=0.25 if source == "sample" else 1.0,
     )
     assert (choice.name, choice.mechanism) == ("near", mechanism)
-    assert choice.note == "Pass records=, if it is public, to learn how close candidates may be."
+    assert "data.records in a configuration" in choice.note
 
 
 def test_no_public_data_unless_one_captures_enough():

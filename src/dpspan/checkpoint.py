@@ -42,7 +42,9 @@ def load_file(path: str | Path, keys: set[str]) -> dict[str, Any]:
             content = {name: _decode(value, file) for name, value in state.items()}
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a complete dpspan checkpoint (truncated, or another file): {error}"
+            f"{path} is not a complete dpspan checkpoint (truncated, or another file): {error}. "
+            "Restore it from a copy, or remove it and train anew (`dpspan train CONFIG --resume`): "
+            "what was spent stays spent."
         ) from error
     if set(content) != keys:
         raise ValueError(f"{path} is not a dpspan checkpoint: expected the entries {sorted(keys)}.")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def replacing(path: Path, *, what: str) -> Iterator[Path]:
         try:
             if path.exists():
                 shutil.copymode(path, temporary)
+            mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
+            temporary.chmod(mode)  # safetensors puts a file of its own in its place
             _sync(temporary)  # or a crash could leave an empty file under the new name
             temporary.replace(path)
             _sync(path.parent)

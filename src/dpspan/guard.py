@@ -40,6 +40,7 @@ class Guard:
         self._harmless: set[str] = set()  # buffers that change, but not with the samples
         self._shapes: list[torch.Size] | None = None
         self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._known: set[str] = set()  # what there was before the batch came
         self._contents: dict[str, list[float]] | None = None
         self._contents_checked = False
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
@@ -51,6 +52,7 @@ class Guard:
         """A batch of so many samples is about to be handed over."""
         self._samples = samples
         self._versions = self._tensor_versions()
+        self._known = set(self._versions)
         if not self._contents_checked:
             self._contents = self._fingerprints()
 
@@ -63,12 +65,13 @@ class Guard:
             if name not in self._harmless
             and (name not in now or now[name][0] is not x or now[name][1] != version)
         ]
+        changed += [name for name in now if name not in self._known | self._harmless]
         if self._contents is not None and not changed:
-            contents = self._fingerprints()
+            contents, before = self._fingerprints(), self._contents
             changed = [
                 name
-                for name, value in self._contents.items()
-                if contents.get(name) != value and name not in self._harmless
+                for name in {**before, **contents}
+                if contents.get(name) != before.get(name) and name not in self._harmless
             ]
             self._contents, self._contents_checked = None, not changed
         if changed:
@@ -132,10 +135,12 @@ class Guard:
     def _fingerprints(self) -> dict[str, list[float]]:
         """Two numbers a tensor: they see changes through `.data`, which leave the version as it is.
 
-        Taken until a batch has passed, not at every step: reading them stalls a GPU.
+        Of all that would be saved, too: a module may add to its state_dict what is neither weight
+        nor buffer. Taken until a batch has passed, not at every step: reading them stalls a GPU.
         """
         fingerprints = {}
-        for name, tensor in self._tensors().items():
+        saved = {n: x for n, x in self._module.state_dict().items() if isinstance(x, Tensor)}
+        for name, tensor in {**saved, **self._tensors()}.items():
             x = tensor.detach().double()
             fingerprints[name] = torch.stack([x.sum(), x.square().sum()]).nan_to_num().tolist()
         return fingerprints

@@ -15,6 +15,8 @@ from torch.nn.utils import parametrize
 
 from dpspan.errors import UnsupportedModule
 
+_FIX = "dpspan.fix(model) (in a configuration `fix: true` below `model`)"
+
 
 def validate(model: nn.Module) -> None:
     """Raise `UnsupportedModule` naming every module that private training must refuse.
@@ -50,17 +52,17 @@ def _problems(module: nn.Module) -> Iterator[str]:
         yield (
             "in training it normalises each sample by the others in the batch, so no sample's "
             "gradient can be bounded; a frozen one is refused too, since model.train() would wake "
-            "it up: dpspan.fix(model) puts GroupNorm in its place"
+            f"it up: {_FIX} puts GroupNorm in its place"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         yield (
             "its running statistics are averages of private data without noise: build it with "
-            "track_running_stats=False, or use dpspan.fix(model)"
+            f"track_running_stats=False, or use {_FIX}"
         )
     if isinstance(module, nn.RNNBase) and trainable:
         yield (
-            "its fused kernel hides the per-sample gradients: dpspan.fix(model) puts the "
-            "equivalent DP layer in its place"
+            f"its fused kernel hides the per-sample gradients: {_FIX} puts the equivalent DP layer "
+            "in its place"
         )
     elif getattr(module, "batch_first", True) is False:
         yield "its batch is the second dimension: build it with batch_first=True"
@@ -69,6 +71,11 @@ def _problems(module: nn.Module) -> Iterator[str]:
             yield "max_norm rewrites the rows that a batch uses, without noise: set it to None"
         if module.scale_grad_by_freq:
             yield "scale_grad_by_freq mixes the samples of a batch: set it to False"
+    if getattr(module.get_extra_state, "__func__", None) is not nn.Module.get_extra_state:
+        yield (
+            "its get_extra_state puts into state_dict, and so into every saved model, what nobody "
+            "adds noise to: remove that method, or keep such state outside the model"
+        )
     if trainable and parametrize.is_parametrized(module):
         yield (
             "its weight is computed from other parameters outside its forward: call "

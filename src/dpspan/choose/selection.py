@@ -221,7 +221,11 @@ def _note(
     candidates: int, epsilon: float, mechanism: str, sample_rate: float, records: int | None
 ) -> str:
     if records is None:
-        return "Pass records=, if it is public, to learn how close candidates may be."
+        return (
+            "How close candidates may be to be told apart is not said, as that depends on the "
+            "number of records: give it (records=, or data.records in a configuration) if it is "
+            "public."
+        )
     gap = resolution(records, candidates, epsilon, mechanism=mechanism, sample_rate=sample_rate)
     setting = f"{records:,} records, ε = {epsilon:g} and {candidates} candidates"
     if gap >= 1:

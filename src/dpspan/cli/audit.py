@@ -33,6 +33,11 @@ def audit_command(
     folder = RunFolder(run)
     if not folder.model.exists():
         raise FileNotFoundError(f"{run} holds no finished run: there is no {folder.model.name}.")
+    if (run / "run.json").exists() and not folder.config.exists():
+        raise ValueError(
+            f"{run} is a run of a comparison, which leaves no {folder.config.name} to find its "
+            "records by. Audit what `dpspan train` makes of that configuration: one more release."
+        )
     settings = load_config(folder.config)
     parts = make_parts(settings)
     if parts.test is None:

@@ -123,15 +123,23 @@ def _choice(
     settings: Iterable[Config], parts: Parts, to: Path
 ) -> tuple[str | None, Mapping[str, Any] | None]:
     """What the rows that choose have chosen, once for the folder, and the record of its price."""
+    from dpspan.comparison.folder import locked, take_summary_away
     from dpspan.run.choice import chosen_public
     from dpspan.run.folder import RunFolder, read_json
     from dpspan.run.training import run_ledger
 
+    folder = RunFolder(to)
+    if folder.choice.exists() and not folder.ledger.exists():
+        raise ValueError(
+            f"{folder.ledger} is missing, so nobody knows what {folder.choice.name} has cost. "
+            "Restore it, or compare in another folder."
+        )
     config = next((config for config in settings if config.choose is not None), None)
     if config is None:
         return None, None
-    folder = RunFolder(to)
-    with folder.locked():
+    with locked(to):
+        if not folder.choice.exists():
+            take_summary_away(to)
         made = chosen_public(config, parts, folder, run_ledger(config, folder))
     return made["chosen"], read_json(folder.ledger)
 

@@ -121,8 +121,14 @@ def _npz(path: Path, label: str | None, part: str) -> _Fields:
 
 
 def _csv(path: Path, label: str | None, part: str) -> _Fields:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        return _table("csv", path, next(csv.reader(file), []), label)
+    from dpspan.data.tables import unreadable_csv
+
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            names = next(csv.reader(file), [])
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise unreadable_csv(path, error) from error
+    return _table("csv", path, names, label)
 
 
 def _parquet(path: Path, label: str | None, part: str) -> _Fields:
@@ -194,12 +200,13 @@ data:
   # occur among private records is private.
   classes: {classes}
   # Formats: npz, idx, images, csv, parquet, datasets. Inputs become (x / scale - mean) / std, of
-  # constants that do not come from the private data. Pixels have scale 255 unless you say so.
+  # constants that do not come from the private data, and are the same for private, public and
+  # test data. Pixels have scale 255 unless you say so.
   # A csv column of texts needs its possible values: categories: {{city: [Bern, Basel]}}
   private: {private}
   # Data that anybody may see, by name; for warm_start, and for the methods that use public data.
   public:{public}
-  # What the model is measured on after each epoch; without it nothing is measured.
+  # What the model is measured on after each epoch, records of others; without it nothing is.
 {test}
   # CHECK: may anybody see results on the test data? If not, they are not written down.
   test_is_public: false

@@ -2,8 +2,9 @@
 
 A folder appears when its run is over, whole or not at all: `certificate.json`, `metrics.jsonl`,
 `run.json` (settings), `model.safetensors`, and `diagnostics.jsonl` if the method noted something.
-Nothing of an interrupted run is written or shown, so nothing of it was released, and the next call
-runs it anew with fresh noise. A finished run is never repeated: that would be one more release.
+Nothing of a run is written or shown before it is over, so an interruption until then costs nothing,
+and the next call runs it anew with fresh noise (see `folder` for one that comes later). A finished
+run is never repeated: that would be one more release.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -33,14 +32,15 @@ from safetensors.torch import save_file
 
 from dpspan.certificate import certificate, write_certificate
 from dpspan.checks import check_count, expect
+from dpspan.comparison.folder import left_behind, locked, new_folder, take_summary_away
 from dpspan.comparison.results import Comparison, Result, Row
-from dpspan.comparison.task import Contender, Task, with_baselines
+from dpspan.comparison.task import PUBLIC_ONLY, Contender, Task, with_baselines
 from dpspan.comparison.training import Outcome, metric_name, train
 from dpspan.events import event_from_json
 from dpspan.ledger import Ledger
+from dpspan.run.folder import read_json
 
 Job = tuple[Contender, int]
-_SUMMARY = ("certificate.json", "comparison.json", "comparison.png", "metrics.jsonl")
 
 
 def compare(
@@ -63,7 +63,8 @@ def compare(
         task: data, model, budget: the same for all.
         contenders: DP-SGD must be one of them.
         out: for `comparison.json`, `certificate.json` (all runs together), `metrics.jsonl` and a
-            folder per run. Take another folder for other data: what is there counts as done.
+            folder per run. Take another folder for other data: what is there counts as done, and
+            what a choice made there has spent (`ledger.json`) is part of the whole.
         seeds: of weights and public training; noise is always fresh.
         jobs: runs at a time, in processes of their own with one thread each; the task must then be
             picklable, its model a function of a module.
@@ -93,11 +94,33 @@ def compare(
     check_count("jobs", jobs)
     everyone, out = with_baselines(task, contenders), Path(out)
     _check_folders(everyone)
-    wanted = [(contender, seed) for contender in everyone for seed in seeds]
+    with locked(out):
+        _run_missing(task, everyone, seeds, out, jobs, console)
+        comparison = _collected(task, everyone, seeds, out)
+        (out / "comparison.json").write_text(comparison.to_json() + "\n", encoding="utf-8")
+    return comparison
+
+
+def folder_of(out: Path, name: str, seed: int) -> Path:
+    """Where a run is kept."""
+    return out / _slug(name) / f"seed-{seed}"
+
+
+# -- running ------------------------------------------------------------------------------------
+
+
+def _run_missing(
+    task: Task,
+    contenders: Sequence[Contender],
+    seeds: Sequence[int],
+    out: Path,
+    jobs: int,
+    console: Console | None,
+) -> None:
+    wanted = [(contender, seed) for contender in contenders for seed in seeds]
     missing = [job for job in wanted if not _is_done(task, job, out)]
-    if missing:  # more is about to be released than the summary of an earlier call tells
-        for name in _SUMMARY:
-            (out / name).unlink(missing_ok=True)
+    if missing:
+        take_summary_away(out)
     with _progress(console) as progress:
         bar = progress.add_task(
             "comparing", total=len(wanted), completed=len(wanted) - len(missing)
@@ -108,17 +131,6 @@ def compare(
             progress.update(bar, advance=1, description=f"{job[0].name}, seed {job[1]}")
 
         _run_all(task, missing, keep, min(jobs, max(1, len(missing))))
-    comparison = _collected(task, everyone, seeds, out)
-    (out / "comparison.json").write_text(comparison.to_json() + "\n", encoding="utf-8")
-    return comparison
-
-
-def folder_of(out: Path, name: str, seed: int) -> Path:
-    """Where a run is kept."""
-    return out / _slug(name) / f"seed-{seed}"
-
-
-# -- running ------------------------------------------------------------------------------------
 
 
 def _run_all(
@@ -193,23 +205,14 @@ def _is_done(task: Task, job: Job, out: Path) -> bool:
 def _write(task: Task, job: Job, outcome: Outcome, out: Path) -> None:
     """The folder of a run, at once."""
     contender, seed = job
-    folder = folder_of(out, contender.name, seed)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
+    with new_folder(folder_of(out, contender.name, seed), outcome.certificate) as folder:
         run = {"settings": _settings(task, job), "diverged": outcome.diverged}
-        _dump(temporary / "run.json", run)
-        _dump_lines(temporary / "metrics.jsonl", outcome.metrics)
+        _dump(folder / "run.json", run)
+        _dump_lines(folder / "metrics.jsonl", outcome.metrics)
         if outcome.diagnostics:
-            _dump_lines(temporary / "diagnostics.jsonl", outcome.diagnostics)
+            _dump_lines(folder / "diagnostics.jsonl", outcome.diagnostics)
         weights = {name: weight.contiguous() for name, weight in outcome.weights.items()}
-        save_file(weights, temporary / "model.safetensors")
-        write_certificate(temporary / "certificate.json", outcome.certificate)
-        temporary.chmod(0o755)  # mkdtemp's is for one user only
-        temporary.replace(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        save_file(weights, folder / "model.safetensors")
 
 
 def _dump(path: Path, content: Any) -> None:
@@ -229,16 +232,20 @@ def _collected(
     """All runs from their folders, and all that they released as one record."""
     metric, rows, lines = metric_name(task, "accuracy"), [], []
     together = Ledger(accountant=task.accountant)
-    paid_for: set[int] = set()
+    paid_for: set[str] = set()
+    if (out / "ledger.json").exists():  # of a choice that was made here, used by a row or not
+        chosen = read_json(out / "ledger.json")
+        together.load_state_dict(chosen)
+        together.budget = None  # of one run, and this is about all
+        paid_for.add(_known_as(chosen))
     counted: set[Path] = set()
     for contender in contenders:
         results = []
         for seed in seeds:
             folder = folder_of(out, contender.name, seed)
             metrics = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
-            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            spent = json.loads((folder / "certificate.json").read_text(encoding="utf-8"))
-            _add(together, spent, contender.paid, paid_for)
+            run, spent = read_json(folder / "run.json"), read_json(folder / "certificate.json")
+            _add(together, spent, run["settings"]["paid"], paid_for)
             counted.add(folder)
             lines += [{"run": contender.name, "seed": seed, **line} for line in metrics]
             results.append(
@@ -265,7 +272,15 @@ def _collected(
     # Runs that an earlier call left here were released too, wanted now or not.
     for path in sorted(out.glob("*/seed-*/certificate.json")):
         if path.parent not in counted:
-            _add(together, json.loads(path.read_text(encoding="utf-8")), None, paid_for)
+            about = path.parent / "run.json"  # somebody else's folder has none
+            paid = read_json(about)["settings"]["paid"] if about.exists() else None
+            _add(together, read_json(path), paid, paid_for)
+    for path in left_behind(out):
+        _add(together, read_json(path), None, paid_for)
+        together.warn(
+            f"{path.parent.parent.name}: a run was charged whose model is not here: the process "
+            "ended while it was being written"
+        )
     whole = certificate(
         together,
         delta=task.budget.delta,
@@ -284,17 +299,31 @@ def _collected(
     )
 
 
+def _known_as(paid: Mapping[str, Any]) -> str:
+    """The same for two copies of one record, and for no others: each ledger has its mark."""
+    return json.dumps([paid["saved_by"], paid["events"]], sort_keys=True)
+
+
+def _begins_with(spent: Sequence[Mapping[str, Any]], paid: Sequence[Mapping[str, Any]]) -> bool:
+    """A run on public data pays for nothing, whatever its contender was given."""
+    return len(spent) >= len(paid) and all(
+        mine["event"] == entry["event"] and mine["count"] >= entry["count"]
+        for mine, entry in zip(spent, paid, strict=False)
+    )
+
+
 def _add(
-    together: Ledger, spent: dict[str, Any], shared: Mapping[str, Any] | None, paid: set[int]
+    together: Ledger, spent: dict[str, Any], paid: Mapping[str, Any] | None, paid_for: set[str]
 ) -> None:
-    """One run's releases; what contenders share, one and the same state, counts once."""
-    earlier = shared["events"] if shared is not None and id(shared) in paid else ()
+    """One run's releases; what runs share, one and the same record, counts once."""
+    earlier: Sequence[Mapping[str, Any]] = ()
+    if paid is not None and _begins_with(spent["events"], paid["events"]):
+        earlier = paid["events"] if _known_as(paid) in paid_for else ()
+        paid_for.add(_known_as(paid))
     for index, entry in enumerate(spent["events"]):
         counted = earlier[index]["count"] if index < len(earlier) else 0
         if entry["count"] > counted:
             together.charge(event_from_json(entry["event"]), entry["count"] - counted)
-    if shared is not None:
-        paid.add(id(shared))
     for record in spent["public"]:
         together.declare_public(
             record["name"], record["sha256"], record["count"], detail=record["detail"]
@@ -310,11 +339,20 @@ def _lines(path: Path) -> list[str]:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return re.sub(r"[\W_]+", "-", name.lower()).strip("-")
 
 
 def _check_folders(contenders: Sequence[Contender]) -> None:
     """Two names that differ in punctuation only would share a folder."""
     slugs = [_slug(contender.name) for contender in contenders]
-    repeated = [c.name for c, slug in zip(contenders, slugs, strict=True) if slugs.count(slug) > 1]
-    expect(not repeated and all(slugs), "names of contenders that differ in letters", repeated)
+    wrong = [
+        contender.name
+        for contender, slug in zip(contenders, slugs, strict=True)
+        if not slug or slugs.count(slug) > 1
+    ]
+    if wrong:
+        raise ValueError(
+            f"Expected names that differ in letters or digits, as each is the name of a folder, "
+            f"got {', '.join(map(repr, wrong))}. Rename yours (a configuration: its file); DP-SGD "
+            f"and “{PUBLIC_ONLY}” are added by themselves."
+        )

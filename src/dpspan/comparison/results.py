@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,7 +166,9 @@ class Comparison:
         axis.set_xlabel(f"{label(self.metric)} at ε = {self.epsilon:g}")
         if self.unprivate:
             figure.suptitle(UNPRIVATE, fontsize=8, color="#d55e00")
-        figure.savefig(path, dpi=150)
+        with warnings.catch_warnings():  # a script that the font lacks is a row of boxes
+            warnings.filterwarnings("ignore", message="Glyph")
+            figure.savefig(path, dpi=150)
         return Path(path)
 
 

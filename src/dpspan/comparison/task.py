@@ -128,7 +128,7 @@ class Contender:
         warm_start: training on labelled public data before the first private step.
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
             of public data); each run's ε includes it. Contenders that share one such release get
-            the same object.
+            the same record.
 
     Examples:
         >>> import dpspan

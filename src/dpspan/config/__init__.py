@@ -40,6 +40,20 @@ class DataSection(Section):
     test_is_public: bool = False
     records: Count | None = None
 
+    @model_validator(mode="after")
+    def _private_data_are_private_only(self) -> Self:
+        others = {f"public.{name}": source for name, source in self.public.items()}
+        if self.test is not None:
+            others["test"] = self.test
+        for at, source in others.items():
+            if source.records == self.private.records:
+                _refuse(
+                    at,
+                    f"These are the records of data.private itself ({source.path}): give data of "
+                    "other people here.",
+                )
+        return self
+
 
 class BudgetSection(Section):
     """(ε, δ) for the whole run, or a noise multiplier whose ε at δ is then reported."""

@@ -27,6 +27,11 @@ class Npz(Source):
     layout: Layout | None = None
     tokens: bool = False
 
+    @property
+    def records(self) -> tuple[object, ...]:
+        """Other arrays of the file are other records."""
+        return *super().records, self.inputs
+
     def read(self, classes: Classes) -> Raw:
         """The two arrays."""
         try:

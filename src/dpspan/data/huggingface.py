@@ -19,6 +19,11 @@ class HuggingFace(Source):
     split: str | None = None
     tokens: bool = False
 
+    @property
+    def records(self) -> tuple[object, ...]:
+        """Other splits are other records."""
+        return *super().records, self.split
+
     def read(self, classes: Classes) -> Raw:
         """The named columns of the split."""
         dataset, images = self._opened()

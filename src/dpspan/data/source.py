@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpspan.checks import check_count
-from dpspan.data.records import Loaded
+from dpspan.data.records import Loaded, fingerprinted
 from dpspan.section import File, Numbers, Positive, Section
 
 Array = np.ndarray[Any, Any]
@@ -52,6 +52,16 @@ class Source(Section):
     mean: float | Numbers = 0.0
     std: float | Numbers = 1.0
 
+    @property
+    def records(self) -> tuple[object, ...]:
+        """Where the records are: sources that agree in this read the same ones."""
+        return (self.path.resolve(),)
+
+    @property
+    def scaling(self) -> tuple[object, ...]:
+        """By what inputs are shifted and scaled."""
+        return self.scale, self.mean, self.std
+
     @abstractmethod
     def read(self, classes: Classes) -> Raw:
         """The arrays; OSError or ValueError, with the path, if that is impossible."""
@@ -77,7 +87,9 @@ def load(source: Source, *, classes: Classes) -> Loaded:
             f"Expected inputs of shape (samples, …) in {source.path}, all samples of one shape and "
             f"at least one sample, got shape {raw.inputs.shape} of {raw.inputs.dtype}."
         )
-    inputs = _tokens(source, raw) if raw.tokens else _scaled(source, raw)
+    arranged = _tokens(source, raw) if raw.tokens else _arranged(source, raw)
+    prints = fingerprinted(arranged)  # now, as what follows writes to it
+    inputs = arranged if raw.tokens else _scaled(source, raw, arranged)
     tensors = [inputs]
     if raw.labels is not None:
         if raw.labels.shape != (len(inputs),):
@@ -91,6 +103,7 @@ def load(source: Source, *, classes: Classes) -> Loaded:
         classes=count,
         shape=tuple(inputs.shape[1:]),
         labelled=raw.labels is not None,
+        raw=prints,
     )
 
 
@@ -102,7 +115,8 @@ def _tokens(source: Source, raw: Raw) -> Tensor:
     return torch.from_numpy(raw.inputs.astype(np.int64))
 
 
-def _scaled(source: Source, raw: Raw) -> Tensor:
+def _arranged(source: Source, raw: Raw) -> Tensor:
+    """The values as they are, in a tensor of its own."""
     kind = raw.inputs.dtype
     if kind.kind not in "buif":
         raise ValueError(f"Expected numbers as inputs in {source.path}, got {kind}.")
@@ -121,7 +135,12 @@ def _scaled(source: Source, raw: Raw) -> Tensor:
             f"{int(bad[0])}). Fill the gaps with a constant that does not depend on the data, or "
             "leave these samples out."
         )
-    inputs /= source.scale or (PIXEL if pixels else 1.0)
+    return inputs
+
+
+def _scaled(source: Source, raw: Raw, inputs: Tensor) -> Tensor:
+    """In place."""
+    inputs /= source.scale or (PIXEL if raw.inputs.dtype == np.uint8 else 1.0)
     inputs -= _per_channel("mean", source, inputs)
     std = _per_channel("std", source, inputs)
     if not bool((std > 0).all()):

@@ -96,9 +96,17 @@ class Csv(Table):
                         )
                     for column, place in zip(columns, places, strict=True):
                         column.append(row[place].strip())
-        except (UnicodeDecodeError, csv.Error, ValueError) as error:
-            raise ValueError(f"{self.path} is not a readable CSV file: {error}.") from error
+        except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+            raise unreadable_csv(self.path, error) from error
         return list(columns)
+
+
+def unreadable_csv(path: Path, error: Exception) -> ValueError:
+    """What to say of a file that cannot be read."""
+    reason = str(getattr(error, "strerror", None) or error).removesuffix(".")
+    if isinstance(error, UnicodeDecodeError):
+        reason = f"its text is not in UTF-8 ({reason}). Save it in that encoding"
+    return ValueError(f"{path} is not a readable CSV file: {reason}.")
 
 
 class Parquet(Table):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dpspan.certificate import FORMAT
+from dpspan.report.total import Total, is_comparison, total
 
 UNPRIVATE = "unprivate_"
-_TOGETHER = "a comparison"  # the method that the certificate of several runs names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Run:
     metrics: list[dict[str, Any]]
     diagnostics: list[dict[str, Any]]
     settings: str  # as they were written down
+    audit: dict[str, Any]  # what an attack found, which is never private
 
     @property
     def epsilon(self) -> float:
@@ -46,7 +47,7 @@ class Found:
     """Everything in the folders that a report can tell about."""
 
     runs: tuple[Run, ...]
-    together: dict[str, Any] | None  # the certificate of all runs, where one was written
+    together: Total | None  # of all runs, and of whatever else was released; None if unknown
     comparison: dict[str, Any] | None
     candidates: dict[str, Any] | None
     choice: dict[str, Any] | None
@@ -64,22 +65,26 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
     """Read every run in the folders and below; ValueError with the path if something is amiss."""
     runs: list[Run] = []
     extras: dict[str, Any] = {}
+    certificates: dict[Path, dict[str, Any]] = {}
+    ledgers: dict[Path, dict[str, Any]] = {}
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"Expected a folder with a run, got {folder}, which is none.")
         found = sorted(path.parent for path in folder.rglob("certificate.json"))
-        found = [path for path in found if not path.name.startswith(".")]
-        if not found:
+        if all(path.name.startswith(".") for path in found):
             raise ValueError(
                 f"Expected a folder with a run, got {folder}, which has no certificate.json in it "
                 "or below it. Is the run finished?"
             )
         for path in found:
-            certificate = _certificate(path / "certificate.json")
-            if certificate["training"].get("method") == _TOGETHER:
-                extras.setdefault("together", certificate)
-            else:
+            place = path.resolve()
+            if place in certificates:  # a folder that was named twice
+                continue
+            certificate = certificates[place] = _certificate(path / "certificate.json")
+            if not is_comparison(certificate) and not path.name.startswith("."):
                 runs.append(_run(path, folder, certificate, include_unprivate))
+        for file in folder.rglob("ledger.json"):
+            ledgers[file.parent.resolve()] = _ledger(file)
         for name in ("comparison", "candidates", "choice"):
             if (folder / f"{name}.json").exists():
                 content = _json(folder / f"{name}.json")
@@ -88,11 +93,9 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
                 )
     order = _order(extras.get("comparison"))
     runs.sort(key=lambda run: order.get(run.name, len(order)))
-    # A certificate of one comparison says nothing about runs of other folders.
-    together = extras.get("together") if len(folders) == 1 else None
     return Found(
         runs=tuple(runs),
-        together=together,
+        together=total(certificates, ledgers),
         comparison=extras.get("comparison") if len(folders) == 1 else None,
         candidates=extras.get("candidates"),
         choice=extras.get("choice"),
@@ -128,6 +131,9 @@ def _run(path: Path, top: Path, certificate: dict[str, Any], include_unprivate: 
         metrics=metrics,
         diagnostics=notes,
         settings=settings,
+        audit=_json(path / "audit.json")
+        if include_unprivate and (path / "audit.json").exists()
+        else {},
     )
 
 
@@ -135,6 +141,13 @@ def _certificate(path: Path) -> dict[str, Any]:
     content = _json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"Expected a certificate of dpspan in {path}, got something else.")
+    return content
+
+
+def _ledger(path: Path) -> dict[str, Any]:
+    content = _json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("events"), list):
+        raise ValueError(f"Expected the ledger of a run in {path}, got something else.")
     return content
 
 

@@ -73,6 +73,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "certificate": dearest.certificate,
         "epsilon": dearest.epsilon,
         "delta": dearest.certificate["delta"],
+        "delta_in_words": wording.delta_in_words(dearest.certificate["delta"]),
         "runs": len(found.runs),
         "metric": None if shown is None else _heading(shown),
         "sampling": wording.sampling(dearest.certificate),
@@ -89,7 +90,10 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "guess": wording.best_guess(dearest.epsilon, dearest.certificate["delta"]),
         "detection": wording.detection(dearest.epsilon, dearest.certificate["delta"], 0.01),
         "public": _public(found.runs),
-        "warnings": sorted({w for run in found.runs for w in run.certificate["warnings"]}),
+        "warnings": [
+            *wording.weaknesses(dearest.epsilon, dearest.certificate["delta"]),
+            *sorted({w for run in found.runs for w in run.certificate["warnings"]}),
+        ],
         "settings": [
             (name, runs[0].settings or _training(runs[0])) for name, runs in groups.items()
         ],
@@ -156,10 +160,10 @@ def _training(run: Run) -> str:
 
 
 def _unprivate(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The last value of everything that is not private."""
+    """The last value of everything that is not private, and what an audit found."""
     return [
         {"run": run.name, "seed": run.seed, "what": key, "value": value}
         for run in runs
-        for key, value in (run.metrics[-1] if run.metrics else {}).items()
+        for key, value in {**(run.metrics[-1] if run.metrics else {}), **run.audit}.items()
         if key.startswith(UNPRIVATE)
     ]

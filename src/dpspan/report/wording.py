@@ -10,6 +10,8 @@ from typing import Any
 from dpspan.accounting import account
 from dpspan.events import event_from_json
 
+_LARGE_EPSILON, _LARGE_DELTA = 10.0, 1e-3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
@@ -64,6 +66,26 @@ def sampling(certificate: Mapping[str, Any]) -> str:
         return "none was drawn at random" if certificate["events"] else "none was drawn"
     shown = " or ".join(f"{rate:.3g}" for rate in rates)
     return f"each record is in a batch with probability {shown}, by a coin of its own (Poisson)"
+
+
+def delta_in_words(delta: float) -> str:
+    """What δ is, for those who have not met it."""
+    if delta <= _LARGE_DELTA:
+        return "a small extra chance beside ε"
+    return "the chance that the promise fails, which should be far smaller"
+
+
+def weaknesses(epsilon: float, delta: float) -> list[str]:
+    """Sentences about a guarantee that is hardly one."""
+    said = []
+    if epsilon > _LARGE_EPSILON:
+        said.append(f"ε = {epsilon:.3g} promises next to nothing; people use 1 to 8.")
+    if delta > _LARGE_DELTA:
+        said.append(
+            f"δ = {delta:g} is large: a release of every record with that probability would keep "
+            "the promise. It should be well below 1 / number of records."
+        )
+    return said
 
 
 def best_guess(epsilon: float, delta: float) -> float:

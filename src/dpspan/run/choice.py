@@ -18,7 +18,8 @@ def chosen_public(
 ) -> dict[str, Any]:
     """What was chosen, as in `choice.json`; chosen now if there is no such file.
 
-    The ledger is on the disk before the choice is.
+    The ledger is on the disk before the choice is. A run that has begun chooses no more: what it
+    has certified would leave the choice out.
     """
     assert config.choose is not None
     asked = {
@@ -33,6 +34,12 @@ def chosen_public(
                 "paid for. Go back to those, or choose another output folder."
             )
         return made
+    if folder.certified:
+        raise ValueError(
+            f"{folder.path} holds a run that was made without {folder.choice.name}, and a choice "
+            "made now would be missing from its certificate. Restore that file if it was lost, or "
+            "choose another output folder."
+        )
     settings = config.choose
     choice = choose_public(
         parts.model,
@@ -47,7 +54,7 @@ def chosen_public(
         records=config.data.records,
         seed=config.training.seed,
     )
-    folder.write_json(folder.ledger, ledger.state_dict())
+    folder.write_ledger(ledger)
     made = {
         "chosen": choice.name,
         "epsilon": choice.epsilon,

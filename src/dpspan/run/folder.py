@@ -12,6 +12,9 @@ Noise and batches are drawn afresh by every process (their generators are never 
 that is taken again is another release, and is charged as one.
 
 Two copies of a folder that both go on are two runs: add their ε.
+
+A folder is of a run or of a comparison, never of both: each has a `certificate.json` of its own,
+and would replace the other's.
 """
 
 from __future__ import annotations
@@ -28,7 +31,42 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from dpspan.files import replacing
+from dpspan.ledger import Ledger
+from dpspan.run.record import tells_all
 from dpspan.strict_json import plain
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: two would each leave out the other's releases.
+
+    The lock ends with the process, however that ends.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RuntimeError(
+            f"Another process is training in {path}. Wait for it, or choose another folder."
+        ) from error
+    except OSError as error:
+        raise OSError(
+            f"Cannot write to the folder {path}: {error.strerror or error}. Choose another output "
+            "folder."
+        ) from error
+    try:
+        for left_behind in path.glob(".*.tmp"):
+            left_behind.unlink()
+        yield
+    finally:
+        lock.release()
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether a comparison has begun there; a run of it may be half written."""
+    runs = (*path.glob("*/seed-*/run.json"), *path.glob("*/.seed-*"))
+    return bool(runs) or (path / "comparison.json").exists()
 
 
 class RunFolder:
@@ -46,30 +84,37 @@ class RunFolder:
         self.model = self.path / "model.safetensors"
         self.audit = self.path / "audit.json"
 
+    @property
+    def is_run(self) -> bool:
+        """Whether a run has begun here."""
+        return any(path.exists() for path in (self.config, self.checkpoint, self.model))
+
+    @property
+    def certified(self) -> bool:
+        """Whether something is here that a choice made now would be missing from."""
+        files = (self.checkpoint, self.metrics, self.certificate, self.model)
+        return any(path.exists() for path in files)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time: two would each leave out the other's steps.
-
-        The lock ends with the process, however that ends.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / ".lock")
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise RuntimeError(
-                f"Another process is training in {self.path}. Wait for it, or choose another "
-                "folder."
-            ) from error
-        except OSError as error:
-            raise OSError(
-                f"Cannot write to the folder {self.path}: {error.strerror or error}. Choose "
-                "another output folder."
-            ) from error
-        with lock:
-            for left_behind in self.path.glob(".*.tmp"):
-                left_behind.unlink()
+        """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
+        with locked(self.path):
+            if is_comparison(self.path):
+                raise ValueError(
+                    f"{self.path} holds a comparison, whose certificate would be replaced. Choose "
+                    "another output folder."
+                )
             yield
+
+    def write_ledger(self, ledger: Ledger) -> None:
+        """The record so far; ValueError if the one on the disk tells more."""
+        state = ledger.state_dict()
+        if self.ledger.exists() and not tells_all(read_json(self.ledger), state):
+            raise ValueError(
+                f"{self.ledger} tells of releases that this process does not know, and is kept. "
+                "Train in another folder."
+            )
+        self.write_json(self.ledger, state)
 
     def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
         """Whole or not at all, and on the disk when this returns."""

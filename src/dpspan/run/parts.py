@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpspan.config import Config
@@ -17,6 +19,9 @@ from dpspan.public import PublicData
 from dpspan.run.batches import in_batches
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import Trainable, train_only
+
+_WEAK = 10.0  # above this ε, somebody who guesses who took part may be right 99.995 % of the time
+_SECRET = "This message depends on private data: do not publish it."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +41,24 @@ class Parts:
 
 
 def make_parts(config: Config) -> Parts:
-    """Read the data and build the model."""
+    """Read the data and build the model; refuse what would make the guarantee an empty one."""
     device = device_of(config)
     private = _load("data.private", config.data.private, config, labelled=True)
     public = {name: _load_public(name, config, private) for name in config.data.public}
     test = None
     if config.data.test is not None:
         test = _load("data.test", config.data.test, config, labelled=True, like=private)
+        _check_test(test, private, declared_public=config.data.test_is_public)
+    _warn_of_weak_promises(config, len(private.dataset))
     with torch.random.fork_rng():
         torch.manual_seed(config.training.seed)
-        model = new_model(config, private)
+        model = new_model(config, private).to(device)
+        _rehearse(model, private, device)
     return Parts(
         private=private,
         public=public,
         test=test,
-        model=model.to(device),
+        model=model,
         trainable=trainable_of(config),
         device=device,
     )
@@ -59,7 +67,14 @@ def make_parts(config: Config) -> Parts:
 def new_model(config: Config, like: Loaded) -> nn.Module:
     """The model for samples like these with new weights, from torch's generator."""
     model, trainable = config.model.draw(like), trainable_of(config)
-    return model if trainable is None else train_only(model, trainable)
+    if trainable is not None:
+        model = train_only(model, trainable)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "Expected a model with something to train, got one whose parameters are all frozen: "
+            "unfreeze what is to be trained."
+        )
+    return model
 
 
 def trainable_of(config: Config) -> Trainable | None:
@@ -85,13 +100,79 @@ def _load(
             f"Expected samples of shape {like.shape}, that of the private data, in {where}, got "
             f"{loaded.shape}."
         )
+    if like is not None and source.scaling != config.data.private.scaling:
+        _warn(
+            f"{where} and data.private differ in scale, mean or std. If both files hold the same "
+            "kind of numbers, write the same constants in both"
+        )
     return loaded
 
 
 def _load_public(name: str, config: Config, private: Loaded) -> PublicData:
     source = config.data.public[name]
     loaded = _load(f"data.public.{name}", source, config, labelled=False, like=private)
+    copies = loaded.copies_of(private)
+    if copies:
+        raise ValueError(
+            f"{_counted(copies, loaded)} of data.public.{name} also occur in the private data "
+            f"(exact copies, e.g. sample {copies[0]}), however the two are scaled. If private "
+            "records got into the public data, give other public data. If these records really "
+            f"are public, remove them from the private data. {_SECRET}"
+        )
     return PublicData.of(loaded.tensors, name=name)
+
+
+def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None:
+    """What is measured on private records is not public, whatever was declared."""
+    copies = test.copies_of(private)
+    if not copies:
+        return
+    found = f"{_counted(copies, test)} of data.test also occur in the private data"
+    if declared_public:
+        raise ValueError(
+            f"{found} (exact copies, e.g. sample {copies[0]}), so results on them are not public. "
+            "If private records got into the test data, take them out there. If these records "
+            "really are public, or just happen to have the same values, take them out of the "
+            f"private data. Or leave test_is_public out: results are then not shown. {_SECRET}"
+        )
+    _warn(f"{found}: they say nothing about new records, and an audit must not use them. {_SECRET}")
+
+
+def _counted(copies: list[int], loaded: Loaded) -> str:
+    return f"{len(copies)} of the {len(loaded.dataset)} samples"
+
+
+def _warn_of_weak_promises(config: Config, read: int) -> None:
+    delta, epsilon = config.budget.delta, config.budget.epsilon
+    if delta * (config.data.records or read) >= 1:
+        _warn(
+            f"δ = {delta:g} is not below 1 / number of records: to publish a record picked at "
+            "random would be within the promise. Choose a δ well below that"
+        )
+    if epsilon is not None and epsilon > _WEAK:
+        _warn(f"ε = {epsilon:g} promises next to nothing. People use 1 to 8")
+
+
+def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
+    """Run a copy on two samples of zeros: a mistake in the model is found before anything is kept.
+
+    No private value is used.
+    """
+    zeros = torch.zeros(2, *like.shape, dtype=like.tensors[0].dtype, device=device)
+    try:
+        with torch.no_grad():
+            output = copy.deepcopy(model).eval()(zeros)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"The model cannot take samples of shape {like.shape}: {error}") from error
+    if isinstance(output, Tensor) and output.shape != (2, like.classes):
+        raise ValueError(
+            f"Expected the model to give {like.classes} numbers for a sample, one for each of "
+            f"data.classes, got an output of shape {tuple(output.shape)} for 2 samples."
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"dpspan: {message.removesuffix('.')}.", stacklevel=2)
 
 
 def device_of(config: Config) -> torch.device:

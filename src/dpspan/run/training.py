@@ -23,6 +23,7 @@ from dpspan.ledger import Ledger
 from dpspan.run.choice import chosen_public
 from dpspan.run.folder import RunFolder, read_json, read_lines
 from dpspan.run.parts import make_parts, sampling
+from dpspan.run.record import steps_beyond
 from dpspan.run.scalars import Scalars
 from dpspan.sampling import PrivateLoader
 from dpspan.strict_json import plain
@@ -81,19 +82,17 @@ def train(
 
     Args:
         config: what to do.
-        resume: go on from the folder's checkpoint; from the beginning if there is none.
+        resume: go on from the folder's checkpoint; from the beginning if there is none. Without it
+            a folder that holds private steps is refused.
         watch: called before the first step and after every step.
         stop: asked after every step; True saves a checkpoint and ends the run, to be resumed.
     """
     text = _text(config)
     checked = config if isinstance(config, Config) else parse_config(text, name=str(config))
     folder = RunFolder(checked.output.folder)
-    if folder.checkpoint.exists() and not resume:
-        raise ValueError(
-            f"{folder.path} holds a run already. Go on with it by --resume (resume=True), or "
-            "choose another output folder."
-        )
     with folder.locked():
+        if folder.checkpoint.exists() and not resume:
+            _begin_anew(folder)
         run = _Run(checked, folder)
         folder.write_text(folder.config, text)
         status = run.go(watch, stop)
@@ -116,12 +115,12 @@ class _Run:
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config, self._folder = config, folder
+        self._ledger = run_ledger(config, folder)
         self._saved = _saved(folder, config)
         self._parts = make_parts(config)
         self._criterion = nn.CrossEntropyLoss()
         self._unprivate = _Unprivate() if config.output.unprivate_metrics else None
         self._scalars = Scalars(folder.path) if config.output.tensorboard else None
-        self._ledger = run_ledger(config, folder)
         self._engine = PrivacyEngine(ledger=self._ledger)
         self._model, self._optimizer, self._loader = self._make_private()
         self._started = time.monotonic()
@@ -129,6 +128,9 @@ class _Run:
         self._notes = 0  # of the engine's diagnostics, written
         if self._saved is not None:
             self._go_on(self._saved)
+        else:  # what is there is of a run whose checkpoint was lost
+            for path in (folder.metrics, folder.diagnostics):
+                path.unlink(missing_ok=True)
         self._meter = _Meter(self._spent)
         if self._unprivate is not None:
             self._engine.note_unprivate("loss and accuracy on private batches were written down")
@@ -182,10 +184,20 @@ class _Run:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
         folder, state = self._folder, saved["checkpoint_dict"]
         record = read_json(folder.ledger)
-        lost = _steps_beyond(saved["engine"]["ledger"], record, folder)
-        self._engine.load_state_dict({**saved["engine"], "ledger": record})
-        self._model.load_state_dict(saved["module"])
-        self._optimizer.load_state_dict(saved["optimizer"])
+        lost = steps_beyond(saved["engine"]["ledger"], record)
+        if lost is None:
+            raise ValueError(
+                f"{folder.ledger} leaves out releases that are behind the checkpoint beside it. "
+                "Restore it from a copy, or train anew in another folder."
+            )
+        try:
+            self._engine.load_state_dict({**saved["engine"], "ledger": record})
+            self._model.load_state_dict(saved["module"])
+            self._optimizer.load_state_dict(saved["optimizer"])
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"The checkpoint in {folder.path} is of another run: {error} {_way_out(folder)}"
+            ) from error
         if lost:
             self._ledger.warn(
                 f"{lost} steps were charged that the model was not trained by: the process ended "
@@ -270,7 +282,7 @@ class _Run:
     def _save(self, line: dict[str, Any] | None = None) -> None:
         """The ledger first: see `folder`."""
         folder, engine = self._folder, self._engine
-        folder.write_json(folder.ledger, self._ledger.state_dict())
+        folder.write_ledger(self._ledger)
         self._line = line or self._line
         engine.save_checkpoint(
             folder.checkpoint,
@@ -360,47 +372,61 @@ def _saved(folder: RunFolder, config: Config) -> dict[str, Any] | None:
     if not folder.checkpoint.exists():
         return None
     saved = load_file(folder.checkpoint, _CHECKPOINT)
-    if not folder.ledger.exists():
-        raise ValueError(
-            f"{folder.ledger} is missing, so nobody knows what the checkpoint has cost. Restore "
-            "it, or train anew in another folder."
-        )
     mine, theirs = config.fixed(), saved["checkpoint_dict"]["config"]
     for section in mine:
         if mine[section] != theirs.get(section):
             raise ValueError(
                 f"The section `{section}` is not as it was when the run in {folder.path} began. "
-                f"Put it back (see {folder.config}), or train anew in another folder."
+                f"{_way_out(folder)}"
             )
     return saved
 
 
+def _untrained(folder: RunFolder) -> bool:
+    """Whether no private step is behind the checkpoint, nor after it: a choice at the most."""
+    if folder.metrics.exists() or folder.model.exists():
+        return False
+    try:
+        engine = load_file(folder.checkpoint, _CHECKPOINT)["engine"]
+        lost = steps_beyond(engine["ledger"], read_json(folder.ledger))
+    except (ValueError, OSError):  # damaged, or lost: nobody knows
+        return False
+    return lost == 0 and engine["loader"]["epoch"] == engine["loader"]["position"] == 0
+
+
+def _begin_anew(folder: RunFolder) -> None:
+    """Take off a checkpoint of public things only; ValueError if there is more behind it."""
+    if not _untrained(folder):
+        raise ValueError(
+            f"{folder.path} holds a run already. Go on with it by --resume (resume=True), or "
+            "choose another output folder."
+        )
+    for path in (folder.certificate, folder.checkpoint):  # the ledger stays
+        path.unlink(missing_ok=True)
+
+
+def _way_out(folder: RunFolder) -> str:
+    if _untrained(folder):
+        return "No private step was taken yet: train without --resume to begin anew."
+    return f"Put it back (see {folder.config}), or train anew in another folder."
+
+
 def run_ledger(config: Config, folder: RunFolder) -> Ledger:
-    """A ledger with the budget, and what the folder of a run that has yet to begin has spent."""
+    """A ledger with the budget, and what the folder of a run that has yet to begin has spent.
+
+    ValueError if something is there that was paid for, and the record of its price is not.
+    """
+    if not folder.ledger.exists() and (folder.certified or folder.choice.exists()):
+        raise ValueError(
+            f"{folder.ledger} is missing, so nobody knows what the other files in {folder.path} "
+            "have cost. Restore it, or train anew in another folder."
+        )
     epsilon, delta = config.budget.epsilon, config.budget.delta
     budget = None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
     ledger = Ledger(accountant=config.budget.accountant, budget=budget)
     if folder.ledger.exists() and not folder.checkpoint.exists():
         ledger.load_state_dict(read_json(folder.ledger))
     return ledger
-
-
-def _steps_beyond(earlier: Any, record: Any, folder: RunFolder) -> int:
-    """How many more releases the record has; ValueError if it is no continuation."""
-    ledgers = Ledger(), Ledger()
-    for ledger, state in zip(ledgers, (earlier, record), strict=True):
-        ledger.load_state_dict(state)
-    held, now = (list(ledger.events) for ledger in ledgers)
-    goes_on = len(held) <= len(now) and held[:-1] == now[: max(len(held) - 1, 0)]
-    if held and goes_on:
-        (event, count), (same, reached) = held[-1], now[len(held) - 1]
-        goes_on = event == same and count <= reached
-    if not goes_on:
-        raise ValueError(
-            f"{folder.ledger} leaves out releases that are behind the checkpoint beside it. "
-            "Restore it from a copy, or train anew in another folder."
-        )
-    return ledgers[1].steps - ledgers[0].steps
 
 
 class _Meter:
