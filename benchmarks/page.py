@@ -59,7 +59,13 @@ def methods_table(results: dict[str, Any]) -> str:
         f"{MODELS.get(name, name).split(',')[0]} {_milliseconds(model):.1f}"
         for name, model in models.items()
     ]
-    lines.append(f"\nThe non-private step in milliseconds: {', '.join(plain)}.\n")
+    lines.append(f"\nThe non-private step in milliseconds: {', '.join(plain)}.")
+    for name, model in models.items():
+        notes = {k: c["note"] for k, c in model["contenders"].items() if c.get("note")}
+        lines += [f"{MODELS.get(name, name)}, {k}: {note}." for k, note in notes.items()]
+        if model.get("note"):
+            lines.append(f"{MODELS.get(name, name)}: {model['note']}.")
+    lines.append("")
     return "\n".join(lines)
 
 

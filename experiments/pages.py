@@ -226,10 +226,15 @@ def _made(results: Results) -> str:
 
     torches = ", ".join(dict.fromkeys(m["versions"]["torch"] for m in made))
     dates = sorted(m["date"][:10] for m in made)
+    converted = sum("converted" in m for m in made)
+    inferred = (
+        f" {converted:,} of them were converted from an earlier form of the file: their hardware "
+        "and versions are partly inferred, and they have no commit."
+    )
     tf32 = ", TF32" if any(m["tf32"] for m in made) else ""
     return (
         f"{len(results.rows):,} runs in all, {dates[0]} to {dates[-1]}; "
-        f"{several('hardware')}{tf32}; torch {torches}."
+        f"{several('hardware')}{tf32}; torch {torches}.{inferred if converted else ''}"
     )
 
 

@@ -85,13 +85,18 @@ def measured(**contenders: Any) -> dict[str, Any]:
 
 def test_the_table_of_methods() -> None:
     plain = {"time": {"median": 20.0, "of_plain": 1.0}, "memory": {"of_plain": 1.0}}
-    slow = {"time": {"median": 50.0, "of_plain": 2.5}, "memory": {"of_plain": 1.25}}
+    slow = {
+        "time": {"median": 50.0, "of_plain": 2.5},
+        "memory": {"of_plain": 1.25},
+        "note": "alone",
+    }
     text = page.methods_table(
         measured(**{"non-private": plain, "GEP": slow, "other": {"reason": "no"}})
     )
     assert "**A processor, 2 threads**" in text
     assert "| GEP | 2.50 / 1.25 |" in text
     assert "| other | does not run |" in text
+    assert "CNN, 26 k, GEP: alone." in text
     assert "The non-private step in milliseconds: CNN 20.0." in text
 
 
