@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, results: Results, place: Place) -> None:
     else:
         if isinstance(experiment, ChoosingExperiment):
             measure(name, experiment, results, place, options.seeds)
-        sweep(name, experiment, results, place, options.rows, options.seeds)
+        sweep(name, experiment, results, place, options.rows, options.seeds, options.targets)
 
 
 def main() -> None:
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--physical", type=int, help="most samples in memory at once")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--rows", nargs="+", help="only rows that begin so")
+    parser.add_argument("--targets", nargs="+", type=float, help="only these ε, or σ")
     parser.add_argument("--seeds", type=int, help="instead of the experiment's")
     parser.add_argument("--peer", help="of tables: a Python that has diffprivlib")
     parser.add_argument("--commit", help="for the record, where there is no repository")

@@ -18,13 +18,15 @@ def sweep(
     place: Place,
     rows: list[str] | None = None,
     seeds: int | None = None,
+    targets: list[float] | None = None,
 ) -> None:
-    """Make every run that is missing; of some rows or with fewer seeds, if asked."""
+    """Make every run that is missing; of some rows and targets or with fewer seeds, if asked."""
     work = partial(train, experiment=experiment, place=place)
     cells = [
         (row, target)
         for row, target in all_cells(experiment)
         if not rows or any(row.startswith(start) for start in rows)
+        if not targets or target is None or target in targets
     ]
     search = [run for cell in cells for run in searched(name, experiment, *cell)]
     execute(search, results, work, place.jobs, f"{name}: learning rates")
