@@ -87,6 +87,8 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
     }
     shown = [v for v in targets.values if any(cells[r, v] for r in rows if rows[r].private)]
     heads = ["", "public data", *(f"{targets.symbol} = {value:g}" for value in shown)]
+    two_classes = any("auc" in run for found in cells.values() for run in found)
+    heads += ["AUC"] if two_classes else []
     heads += ["attack"] if experiment.attack else []
     lines = [_line(heads), _line(["---"] * len(heads))]
     for row in rows:
@@ -96,13 +98,16 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
                 _cell(name, experiment, row, value, runs)
                 for value, runs in zip(shown, found, strict=True)
             ]
+            area = [spread(run["auc"] for run in found[-1])] if two_classes else []
             attack = [_attack(found[-1])] if experiment.attack else []
-            lines.append(_line([row, _public(experiment, row), *texts, *attack]))
+            lines.append(_line([row, _public(experiment, row), *texts, *area, *attack]))
     text = "\n".join(lines) + "\n"
     if targets.noise_multiplier:
         runs = [run for found in cells.values() for run in found if run["target"] is not None]
         spent = {f"{run['target']:g}": f"{run['epsilon']:.3f}" for run in runs}
         text += "\n" + ", ".join(f"σ = {s}: ε = {e}" for s, e in spent.items()) + ".\n"
+    if two_classes:
+        text += f"\nAUC: area under the ROC curve, in %, at {targets.symbol} = {shown[-1]:g}.\n"
     if experiment.attack:
         text += "\nAttack: success rate of membership inference by the loss, 50 is guessing.\n"
     return text

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpspan.config.methods import AnyMethod, MethodSection
-from dpspan.config.models import AnyModel
 from dpspan.config.training import (
     AdamSection,
     AnySchedule,
@@ -22,6 +21,7 @@ from dpspan.config.training import (
 from dpspan.section import Count, Numbers, Positive, Section, Share, Texts
 from experiments.data import AnyData
 from experiments.linear import ConvexSection
+from experiments.patches import AnyExperimentModel
 from experiments.pretraining import Pretraining
 
 NON_PRIVATE, PUBLIC_ONLY = "non-private", "public only"
@@ -68,7 +68,7 @@ class Row(Section):
 
     method: AnyMethod | ConvexSection | Literal["non-private", "public only"]
     rates: Annotated[Numbers, Field(min_length=1)] | str = (1.0,)
-    model: AnyModel | None = None
+    model: AnyExperimentModel | None = None
     training: Training | None = None
     trainable: AnyTrainable | None = None
     pretraining: Pretraining | None = None
@@ -88,7 +88,8 @@ class Row(Section):
     @property
     def public(self) -> set[str]:
         """The names of the public data that it uses."""
-        names = [getattr(self.method, "public", None), self.warm_start and self.warm_start.public]
+        users = (self.method, self.model, self.warm_start)
+        names = [getattr(user, "public", None) for user in users]
         return {name for name in names if name}
 
 
@@ -128,7 +129,7 @@ class TrainingExperiment(Section):
     about: str
     notes: Texts = ()
     data: AnyData
-    model: AnyModel
+    model: AnyExperimentModel
     training: Training
     targets: Targets
     seeds: Count = 3

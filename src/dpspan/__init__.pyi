@@ -32,6 +32,7 @@ from .mechanisms import BiasedGEP as BiasedGEP
 from .mechanisms import ConstantMixing as ConstantMixing
 from .mechanisms import CosineMixing as CosineMixing
 from .mechanisms import MirrorDescent as MirrorDescent
+from .patches import PatchFeatures as PatchFeatures
 from .per_sample import per_sample_gradients as per_sample_gradients
 from .public import PublicData as PublicData
 from .public import without_public as without_public

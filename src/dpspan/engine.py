@@ -25,6 +25,7 @@ from dpspan.events import step_event
 from dpspan.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
+from dpspan.patches import PatchFeatures
 from dpspan.private_step import PrivateStep, check_optimizer
 from dpspan.public import PublicData, refuse_overlap
 from dpspan.sampling import (
@@ -196,7 +197,8 @@ class PrivacyEngine:
                 warn=self._warn,
             )
         )
-        for data in mechanism.public:
+        layers = [part.public for part in module.modules() if isinstance(part, PatchFeatures)]
+        for data in (*mechanism.public, *layers):
             refuse_overlap(data, data_loader.dataset, data_loader.collate_fn)
         seed = self._debug_seed
         loader = PrivateLoader.from_data_loader(
@@ -210,6 +212,8 @@ class PrivacyEngine:
         for data in mechanism.public:
             detail = f"{type(method).__name__}: public gradients"
             self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        for data in layers:
+            self.ledger.declare_public(data.name, data.digest, data.count, detail="PatchFeatures")
         charged_passes: set[int] = set()
 
         def charge() -> None:

@@ -113,6 +113,10 @@ class PublicData:
                 yield part, inputs, labels[0] if labels else None
             first = last
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PublicData:
+        """Itself: it never changes, and models that hold it are copied often."""
+        return self
+
     def _checked(self, chosen: Tensor) -> Tensor:
         chosen = chosen.cpu()
         ordered = chosen.dim() == 1 and bool((chosen.diff() > 0).all())

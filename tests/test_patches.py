@@ -1,0 +1,180 @@
+"""Features from public patches: what they are, that each image stands alone, and the record."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpspan
+from dpspan.patches import PatchFeatures, _centres, _directions
+
+
+def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
+    """Smooth random images: neighbouring pixels are alike, as in photographs."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, channels, side // 2, side // 2, generator=generator)
+    return nn.functional.interpolate(coarse, (side, side), mode="bilinear") * 0.2 + 0.5
+
+
+@pytest.fixture(scope="module")
+def learnt() -> PatchFeatures:
+    return PatchFeatures.learn(images(60, seed=0), filters=12, size=4, directions=30)
+
+
+def slowly(features: PatchFeatures, image: Tensor) -> Tensor:
+    """One image, patch by patch, as the algorithm is written down."""
+    count, _, size, _ = features.filters.shape
+    rows = features.filters.reshape(count, -1).double()
+    across = image.shape[-1] - size + 1
+    positive, negative = torch.zeros(2, count, across, across, dtype=torch.float64)
+    for y in range(across):
+        for x in range(across):
+            patch = image[:, y : y + size, x : x + size].reshape(-1).double()
+            patch = patch - patch.mean()
+            patch = patch / (patch.var() + features.flat.double() ** 2).sqrt()
+            response = rows @ patch - features.offset.double()
+            positive[:, y, x] = (response - features.threshold).clamp_min(0)
+            negative[:, y, x] = (-response - features.threshold).clamp_min(0)
+    pools = [
+        nn.functional.adaptive_avg_pool2d(part, features.grid) for part in (positive, negative)
+    ]
+    pooled = torch.cat([pool.flatten() for pool in pools])
+    found = (pooled - features.mean.double()) @ features.basis.double()
+    return found / found.norm()
+
+
+def test_features_are_those_of_the_slow_algorithm(learnt: PatchFeatures) -> None:
+    seen = images(5, seed=1)
+    found = learnt(seen)
+    assert found.shape == (5, 30)
+    for image, features in zip(seen, found, strict=True):
+        assert torch.allclose(slowly(learnt, image), features.double(), atol=1e-4)
+
+
+def test_an_image_does_not_see_the_others(learnt: PatchFeatures) -> None:
+    seen = images(130, seed=2)  # more than one piece
+    alone = torch.cat([learnt(image[None]) for image in seen])
+    assert torch.allclose(learnt(seen), alone, atol=1e-5)
+    other = seen.clone()
+    other[1:] = 1e4
+    assert torch.allclose(learnt(other)[0], learnt(seen)[0], atol=1e-5)
+
+
+def test_the_scale_and_the_brightness_of_pixels_do_not_matter() -> None:
+    public, seen = images(40, seed=0), images(6, seed=1)
+    plain = PatchFeatures.learn(public, filters=8, size=4, directions=10)(seen)
+    scaled = PatchFeatures.learn(255 * public, filters=8, size=4, directions=10)(255 * seen)
+    assert torch.allclose(plain.abs(), scaled.abs(), atol=1e-2)  # a direction's sign is free
+    features = PatchFeatures.learn(public, filters=8, size=4, directions=10)
+    assert torch.allclose(features(seen + 3.0), features(seen), atol=1e-3)
+
+
+def test_flat_images_have_finite_features(learnt: PatchFeatures) -> None:
+    assert learnt(torch.full((2, 3, 14, 14), 0.5)).isfinite().all()
+    assert learnt(torch.zeros(2, 3, 14, 14)).isfinite().all()
+
+
+def test_centres_find_directions_whatever_their_sign() -> None:
+    torch.manual_seed(0)
+    truth = torch.eye(6)[:3]
+    signs = torch.randint(2, (600, 1)) * 2.0 - 1
+    rows = signs * truth.repeat(200, 1) + 0.05 * torch.randn(600, 6)
+    best = max(
+        (_centres(rows, 3, torch.Generator().manual_seed(seed)) for seed in range(8)),
+        key=lambda centres: float((centres @ truth.T).abs().max(0).values.min()),
+    )
+    assert (best @ truth.T).abs().max(0).values.min() > 0.99
+
+
+@pytest.mark.parametrize("whitening", [0.0, 0.5, 1.0])
+def test_whitening_makes_directions_alike(whitening: float) -> None:
+    torch.manual_seed(0)
+    features = torch.randn(500, 20) * torch.linspace(1, 8, 20) @ torch.randn(20, 20)
+    mean, basis = _directions(features, 12, whitening)
+    turned = (features - mean) @ basis
+    covariance = torch.cov(turned.T)
+    lengths = covariance.diagonal()
+    off = covariance - torch.diag(lengths)
+    assert off.abs().max() < 1e-3 * lengths.max()  # principal directions
+    plain = torch.cov(((features - mean) @ _directions(features, 12, 0.0)[1]).T).diagonal()
+    expected = plain / (plain / plain[0]) ** whitening
+    assert torch.allclose(lengths, expected, rtol=1e-3)
+
+
+def test_no_more_directions_than_the_public_images_have() -> None:
+    features = PatchFeatures.learn(images(10, seed=0), filters=8, size=4, directions=500)
+    assert features.basis.shape[1] == 9  # ten images, without their mean
+
+
+def test_the_same_seed_gives_the_same_features() -> None:
+    public, seen = images(30, seed=0), images(4, seed=1)
+    one, two, other = (
+        PatchFeatures.learn(public, filters=6, size=4, directions=8, seed=seed)(seen)
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(one, two)
+    assert not torch.allclose(one, other, atol=1e-3)
+
+
+def private_run(features: PatchFeatures, private: Tensor) -> tuple[dpspan.PrivacyEngine, nn.Module]:
+    model = nn.Sequential(features, nn.Linear(features.basis.shape[1], 2))
+    loader = DataLoader(
+        TensorDataset(private, torch.arange(len(private)) % 2), batch_size=16, shuffle=True
+    )
+    engine = dpspan.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=loader,
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return engine, model
+
+
+def test_a_private_run_keeps_the_public_images_on_record(learnt: PatchFeatures) -> None:
+    before = copy.deepcopy(learnt.state_dict())
+    engine, model = private_run(learnt, images(64, seed=5))
+    (record,) = engine.certificate(1e-5)["public"]
+    assert (record["sha256"], record["detail"]) == (learnt.public.digest, "PatchFeatures")
+    after = model[0].state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_private_images_must_not_be_among_the_public_ones(learnt: PatchFeatures) -> None:
+    private = images(64, seed=5)
+    private[7] = learnt.public.batches[0][0][3]
+    with pytest.raises(ValueError, match="also occur in the private dataset"):
+        private_run(learnt, private)
+
+
+def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
+    assert copy.deepcopy(learnt).public is learnt.public
+
+
+@pytest.mark.parametrize(
+    ("public", "options", "message"),
+    [
+        (torch.rand(20, 30), {}, "images of one shape"),
+        (torch.rand(1, 3, 14, 14), {}, "at least two images"),
+        (torch.rand(20, 3, 6, 6), {"size": 6}, "room for 2 × 2 patches of 6 × 6"),
+        (torch.rand(20, 3, 14, 14), {"filters": 0}, "filters"),
+        (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
+        (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),
+        (torch.rand(20, 3, 14, 14), {"threshold": -1.0}, "0 <= threshold"),
+        (torch.rand(20, 3, 14, 14), {"seed": -1}, "seed a whole number"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused(
+    public: Tensor, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PatchFeatures.learn(public, **options)  # type: ignore[arg-type]
