@@ -87,8 +87,8 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
     }
     shown = [v for v in targets.values if any(cells[r, v] for r in rows if rows[r].private)]
     heads = ["", "public data", *(f"{targets.symbol} = {value:g}" for value in shown)]
-    two_classes = any("auc" in run for found in cells.values() for run in found)
-    heads += ["AUC"] if two_classes else []
+    with_area = experiment.metric == "balanced_accuracy"  # which depends on a threshold
+    heads += ["AUC"] if with_area else []
     heads += ["attack"] if experiment.attack else []
     lines = [_line(heads), _line(["---"] * len(heads))]
     for row in rows:
@@ -98,7 +98,7 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
                 _cell(name, experiment, row, value, runs)
                 for value, runs in zip(shown, found, strict=True)
             ]
-            area = [spread(run["auc"] for run in found[-1])] if two_classes else []
+            area = [spread(run["auc"] for run in found[-1])] if with_area else []
             attack = [_attack(found[-1])] if experiment.attack else []
             lines.append(_line([row, _public(experiment, row), *texts, *area, *attack]))
     text = "\n".join(lines) + "\n"
@@ -106,7 +106,7 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
         runs = [run for found in cells.values() for run in found if run["target"] is not None]
         spent = {f"{run['target']:g}": f"{run['epsilon']:.3f}" for run in runs}
         text += "\n" + ", ".join(f"σ = {s}: ε = {e}" for s, e in spent.items()) + ".\n"
-    if two_classes:
+    if with_area:
         text += f"\nAUC: area under the ROC curve, in %, at {targets.symbol} = {shown[-1]:g}.\n"
     if experiment.attack:
         text += "\nAttack: success rate of membership inference by the loss, 50 is guessing.\n"

@@ -66,6 +66,10 @@ rows:
     method: {name: noisy-adagrad, steps: 5}
     model: {name: logistic}
     rates: [1.0]
+  patches:
+    method: {name: dpsgd}
+    model: {name: patches, public: noise, filters: 4, size: 3, directions: 6}
+    rates: [1.0]
   DP-SGD, views:
     method: {name: dpsgd}
     training:
@@ -302,6 +306,19 @@ class TestRuns:
         sweep("tiny", tiny, swept, Place(data=folder / "nowhere"))
         assert len(swept.rows) == before
 
+    def test_some_rows_at_some_targets(
+        self, tiny: TrainingExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Run] = []
+        monkeypatch.setattr("experiments.sweep.execute", lambda runs, *_: made.extend(runs))
+        results, place = Results(tmp_path / "r.jsonl"), Place(data=tmp_path)
+        sweep("tiny", tiny, results, place, ["DP-SGD", "public"], targets=[8.0])
+        assert {(run.row, run.target) for run in made} == {
+            ("DP-SGD", 8.0),
+            ("DP-SGD, views", 8.0),
+            ("public only", None),
+        }
+
     @pytest.mark.slow
     def test_missing_runs_are_made_in_other_processes(
         self, tiny: TrainingExperiment, folder: Path, tmp_path: Path
@@ -318,6 +335,7 @@ class TestPages:
         table = {cells[1].strip(): cells for line in lines[2:] if (cells := line.split("|"))[1:]}
         assert table["DP-SGD"][4].strip().endswith("†\\* (91.5)")
         assert table["warm start + GEP"][2].strip() == "noise, opt-in (labelled)"
+        assert table["patches"][2].strip() == "noise"
         assert table["warm start + GEP"][3].strip().endswith("‡")  # DP-SGD's rate
         pre_training = "opt-in (labelled), colour, pre-training (labelled)"
         assert table["pre-trained"][2].strip() == pre_training
