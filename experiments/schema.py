@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpspan.config.methods import AnyMethod, MethodSection
+from dpspan.config.models import AnyModel
 from dpspan.config.training import (
     AdamSection,
     AnySchedule,
@@ -129,7 +130,7 @@ class TrainingExperiment(Section):
     about: str
     notes: Texts = ()
     data: AnyData
-    model: AnyExperimentModel
+    model: AnyModel  # one that needs no public data: those belong to rows
     training: Training
     targets: Targets
     seeds: Count = 3

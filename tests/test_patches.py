@@ -156,6 +156,12 @@ def test_private_images_must_not_be_among_the_public_ones(learnt: PatchFeatures)
         private_run(learnt, private)
 
 
+def test_nothing_trainable_may_come_before_it(learnt: PatchFeatures) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), learnt, nn.Linear(30, 2))
+    with pytest.raises(ValueError, match="Put it first"):
+        model(images(4, seed=1))
+
+
 def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
     assert copy.deepcopy(learnt).public is learnt.public
 
@@ -166,6 +172,8 @@ def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
         (torch.rand(20, 30), {}, "images of one shape"),
         (torch.rand(1, 3, 14, 14), {}, "at least two images"),
         (torch.rand(20, 3, 6, 6), {"size": 6}, "room for 2 × 2 patches of 6 × 6"),
+        (torch.zeros(20, 3, 14, 14), {}, "All pixels .* are alike"),
+        (images(1, seed=0).expand(20, -1, -1, -1), {}, "their features are all alike"),
         (torch.rand(20, 3, 14, 14), {"filters": 0}, "filters"),
         (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),

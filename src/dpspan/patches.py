@@ -1,6 +1,6 @@
 """Features of images by patches of public ones: a frozen first layer that needs no labels.
 
-Private training of a few weights on good features beats that of many weights from scratch
+Private training of few weights on good features often beats that of many from scratch
 (Tramèr and Boneh 2021). The features are those of Coates and Ng (2011), learnt from public images
 alone: filters are centres of their whitened patches. Noise is the same in every direction, hence
 so should be the features: they are turned to the principal directions of public features and
@@ -105,6 +105,8 @@ class PatchFeatures(nn.Module):
         images = _images(data, size, grid).to(device)
         generator = torch.Generator().manual_seed(seed)
         flat = _FLAT * images.std()
+        if not flat > 0:
+            raise ValueError(f"All pixels of the public data '{data.name}' are alike: give images.")
         patches = _patches(images, size, flat, generator)
         kernel, offset = _filters(patches, filters, generator)
         kernel = kernel.view(-1, images.shape[1], size, size)
@@ -114,6 +116,11 @@ class PatchFeatures(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, directions), each of length 1 (or 0)."""
+        if images.requires_grad:
+            raise ValueError(
+                "Expected images that nothing trainable has changed: PatchFeatures passes no "
+                "gradient on. Put it first, or freeze what comes before it."
+            )
         return normalize((self.pooled(images) - self.mean) @ self.basis)
 
     @torch.no_grad()
@@ -208,6 +215,8 @@ def _centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor, Tensor]:
     """The mean, and the principal directions of scaled features, divided by σ^whitening."""
     mean, deviation = features.mean(0), features.std(0)
+    if not deviation.max() > 1e-6 * features.abs().max():
+        raise ValueError("Expected public images that differ: their features are all alike.")
     scale = deviation + _SMALLEST * deviation.mean()
     scaled = ((features - mean) / scale).double()
     # By the samples' Gram matrix: there are fewer samples than features.
