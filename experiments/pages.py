@@ -40,8 +40,8 @@ def render(folder: Path, docs: Path) -> Path:
     for name in names():
         experiment = load(name)
         results = Results(folder / f"{name}.jsonl")
-        if not results.rows:
-            continue
+        if all(row.get("tuning") for row in results.rows):
+            continue  # nothing, or no more than a search
         parts.append(f"## {experiment.title}\n\n*{experiment.paper}.* {experiment.about}\n")
         parts.append(_page(name, experiment, results, docs))
         parts += [f"- {note}" for note in experiment.notes]

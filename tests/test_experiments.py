@@ -377,6 +377,11 @@ class TestPages:
         assert "ε = 8" in table
         assert "ε = 2" not in table
 
+    def test_a_search_alone_has_no_section(self, tmp_path: Path) -> None:
+        search = {"row": "PDP-SGD", "target": 18.0, "rate": 0.1, "tuning": True, "accuracy": 0.5}
+        Results(tmp_path / "pdpsgd-settings.jsonl").add(search)
+        assert "Figures 5 and 6" not in pages.render(tmp_path, tmp_path).read_text()
+
     def test_the_page_is_what_the_results_say(self, tmp_path: Path) -> None:
         page = pages.render(ROOT / "experiments" / "results", tmp_path)
         written = (ROOT / "docs" / "results.md").read_text()
