@@ -5,9 +5,9 @@
 
 Writes cifar10_efficientnet.npz and tinyimagenet32_efficientnet.npz (1,280 numbers an image) into
 FOLDER, which holds cifar10.npz and tinyimagenet32.npz. Images are enlarged to 224 × 224 and
-normalised by ImageNet's constants. Features are then centred and scaled by their mean and deviation over the
-public images, and each vector is brought to length 1: a map of one record by public constants
-alone, under which clipping treats all records alike.
+normalised by ImageNet's constants. Features are then centred and scaled by their mean and deviation
+over the public images, and each vector is brought to length 1: a map of one record by public
+constants alone, under which clipping treats all records alike.
 """
 
 from __future__ import annotations

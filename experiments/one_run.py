@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,12 +19,14 @@ import dpspan
 from dpspan.accounting import calibrate
 from dpspan.audit import membership_inference
 from dpspan.config.methods import MethodSection
+from dpspan.patches import PublicLayer
 from dpspan.public import PublicData
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import train_only
 from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
+from experiments.patches import PatchSection, public_seen_by, seen_by
 from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
 from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
@@ -58,6 +61,16 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
     before = row.pretraining.load(place.data, data.private.x) if row.pretraining else None
     public = [data.public[name] for name in sorted(row.public)]
     private = data.without([*public, *([] if before is None else [before])]).to(place.device)
+    layer = _layer(row, data, run.seed, place)
+    if layer is not None:
+        held_out, test = data.held_out.to(place.device), data.test.to(place.device)
+        data = replace(
+            data,
+            private=(private := seen_by(layer, private)),
+            held_out=seen_by(layer, held_out),
+            test=seen_by(layer, test),
+            public={name: public_seen_by(layer, each) for name, each in data.public.items()},
+        )
     model = _model(experiment, row, data, before, run.seed, place)
     trained = _Trained(model)
     if isinstance(row.method, ConvexSection):
@@ -70,7 +83,7 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
         assert phase is not None
         phase.run(model, CRITERION)
     else:
-        trained = _trained(run, experiment, data, private, model, before, place)
+        trained = _trained(run, experiment, data, private, model, _declared(before, layer), place)
     judged = (data.held_out if run.tuning else data.test).to(place.device)
     result = {
         **asdict(run),
@@ -112,7 +125,7 @@ def _trained(
     data: Data,
     private: Images,
     model: nn.Module,
-    before: PublicData | None,
+    declared: Sequence[tuple[PublicData, str]],
     place: Place,
 ) -> _Trained:
     """Epochs over the private samples, with or without privacy."""
@@ -128,9 +141,8 @@ def _trained(
     if isinstance(row.method, MethodSection):
         assert run.target is not None
         engine = dpspan.PrivacyEngine()
-        if before is not None:
-            detail = "pre-training, with labels"
-            engine.ledger.declare_public(before.name, before.digest, before.count, detail=detail)
+        for source, detail in declared:
+            engine.ledger.declare_public(source.name, source.digest, source.count, detail=detail)
         rate = min(1.0, size / len(private))
         draw = PoissonDraw.one_pass(records=len(private), sample_rate=rate)
         steps = epochs * draw.steps_per_epoch
@@ -196,6 +208,8 @@ def _model(
 ) -> nn.Module:
     section = row.model or experiment.model
     torch.manual_seed(seed)
+    if isinstance(section, PatchSection):
+        return section.head(data.shape, data.classes).to(place.device).train()
     model = section.build(data, seed=seed)
     if row.pretraining is not None and before is not None:
         other = section.build(replace(data, classes=row.pretraining.classes), seed=seed)
@@ -203,6 +217,19 @@ def _model(
     if row.trainable is not None:
         model = train_only(model, row.trainable.build())
     return model.to(place.device).train()
+
+
+def _layer(row: Row, data: Data, seed: int, place: Place) -> PublicLayer | None:
+    """The frozen layer of a row that has one."""
+    if not isinstance(row.model, PatchSection):
+        return None
+    return row.model.layer(data.public[row.model.public], seed=seed, device=place.device)
+
+
+def _declared(before: PublicData | None, layer: PublicLayer | None) -> list[tuple[PublicData, str]]:
+    """Public data that are used outside of the engine, and what for."""
+    found = [] if before is None else [(before, "pre-training, with labels")]
+    return found if layer is None else [*found, (layer.public, type(layer).__name__)]
 
 
 def _phase(row: Row, data: Data, seed: int) -> dpspan.WarmStart | None:

@@ -68,7 +68,11 @@ rows:
     rates: [1.0]
   patches:
     method: {name: dpsgd}
-    model: {name: patches, public: noise, filters: 4, size: 3, directions: 6}
+    model: {name: patch-features, public: noise, filters: 4, size: [3], directions: 6}
+    rates: [1.0]
+  patch maps:
+    method: {name: dpsgd}
+    model: {name: patch-maps, public: noise, filters: 4, size: [2, 3], grid: 3, directions: 6}
     rates: [1.0]
   DP-SGD, views:
     method: {name: dpsgd}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dpspan
 from dpspan.gradients import PerSampleGradients
+from dpspan.layers.conv import Patches, conv_terms
 from dpspan.layers.linear import Outer
 from dpspan.numerics import Arithmetic, bounds
 from oracle import per_sample_matrix
@@ -172,8 +173,15 @@ def test_convolution_of_any_geometry(
     size = dilation * (kernel - 1) + 1 + extra + padding
     if samples == 0 and mode != "zeros":
         return  # torch's own padding refuses empty batches in these modes
-    shape = (samples, groups * per_group, *([size] * dims))
-    check_everything(model, torch.randn(*shape, dtype=torch.float64))
+    x = torch.randn(samples, groups * per_group, *([size] * dims), dtype=torch.float64)
+    check_everything(model, x)
+    if samples:  # which of these ways is taken depends on the device and the sizes
+        grad = torch.randn_like(model(x))
+        weight = dict(conv_terms(model, x, grad))["weight"]
+        assert isinstance(weight, Patches)
+        rows = weight.rows(0, samples)
+        assert_close(weight._sliding_rows(weight.x, weight.b), rows, torch.float64)
+        assert_close(weight._unfolded_rows(weight.x, weight.b), rows, torch.float64)
 
 
 @settings(max_examples=60, deadline=None)

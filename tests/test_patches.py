@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dpspan
-from dpspan.patches import PatchFeatures, _centres, _directions
+from dpspan import patch_filters, patches
+from dpspan.patch_filters import PatchResponses, _centres
+from dpspan.patches import PatchFeatures, PatchMaps, _directions, _moved
 
 
 def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
@@ -25,43 +27,90 @@ def learnt() -> PatchFeatures:
     return PatchFeatures.learn(images(60, seed=0), filters=12, size=4, directions=30)
 
 
-def slowly(features: PatchFeatures, image: Tensor) -> Tensor:
-    """One image, patch by patch, as the algorithm is written down."""
-    count, _, size, _ = features.filters.shape
-    rows = features.filters.reshape(count, -1).double()
-    across = image.shape[-1] - size + 1
-    positive, negative = torch.zeros(2, count, across, across, dtype=torch.float64)
-    for y in range(across):
-        for x in range(across):
-            patch = image[:, y : y + size, x : x + size].reshape(-1).double()
-            patch = patch - patch.mean()
-            patch = patch / (patch.var() + features.flat.double() ** 2).sqrt()
-            response = rows @ patch - features.offset.double()
-            positive[:, y, x] = (response - features.threshold).clamp_min(0)
-            negative[:, y, x] = (-response - features.threshold).clamp_min(0)
-    pools = [
-        nn.functional.adaptive_avg_pool2d(part, features.grid) for part in (positive, negative)
-    ]
-    pooled = torch.cat([pool.flatten() for pool in pools])
-    found = (pooled - features.mean.double()) @ features.basis.double()
-    return found / found.norm()
+@pytest.fixture(scope="module")
+def maps() -> PatchMaps:
+    return PatchMaps.learn(images(60, seed=0), filters=12, size=4, grid=3, directions=10)
 
 
-def test_features_are_those_of_the_slow_algorithm(learnt: PatchFeatures) -> None:
-    seen = images(5, seed=1)
+def responses_slowly(responses: PatchResponses, image: Tensor) -> Tensor:
+    """Of one image, patch by patch, as the algorithm is written down."""
+    pools = []
+    for bank in responses.banks:
+        count, _, size, _ = bank.filters.shape
+        rows = bank.filters.reshape(count, -1).double()
+        across = image.shape[-1] - size + 1
+        positive, negative = torch.zeros(2, count, across, across, dtype=torch.float64)
+        for y in range(across):
+            for x in range(across):
+                patch = image[:, y : y + size, x : x + size].reshape(-1).double()
+                patch = patch - patch.mean()
+                patch = patch / (patch.var() + responses.flat.double() ** 2).sqrt()
+                response = rows @ patch - bank.offset.double()
+                positive[:, y, x] = (response - responses.threshold).clamp_min(0)
+                negative[:, y, x] = (-response - responses.threshold).clamp_min(0)
+        pools += [
+            nn.functional.adaptive_avg_pool2d(part, responses.grid) for part in (positive, negative)
+        ]
+    return torch.cat(pools)
+
+
+def slowly(layer: PatchFeatures | PatchMaps, image: Tensor) -> Tensor:
+    """What either layer makes of one image."""
+    found = responses_slowly(layer.responses, image)
+    if layer.responses.mirror:
+        found = (found + responses_slowly(layer.responses, image.flip(2))) / 2
+    mean, basis = layer.mean.double(), layer.basis.double()
+    if isinstance(layer, PatchFeatures):
+        vector = (found.flatten() - mean) @ basis
+        return vector / vector.norm()
+    turned = torch.zeros(basis.shape[1], *found.shape[1:], dtype=torch.float64)
+    for y in range(found.shape[1]):
+        for x in range(found.shape[2]):
+            turned[:, y, x] = (found[:, y, x] - mean) @ basis
+    return turned / turned.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("size", [4, (3, 5)])
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(PatchFeatures, (20,)), (PatchMaps, (20, 3, 3))], ids=["features", "maps"]
+)
+def test_features_are_those_of_the_slow_algorithm(
+    layer: type[PatchFeatures | PatchMaps],
+    shape: tuple[int, ...],
+    size: int | tuple[int, ...],
+    mirror: bool,
+) -> None:
+    learnt = layer.learn(
+        images(60, seed=0), filters=13, size=size, grid=3, directions=20, mirror=mirror
+    )
+    seen = images(3, seed=1)
     found = learnt(seen)
-    assert found.shape == (5, 30)
+    assert found.shape == (3, *shape)
     for image, features in zip(seen, found, strict=True):
-        assert torch.allclose(slowly(learnt, image), features.double(), atol=1e-4)
+        assert torch.allclose(slowly(learnt, image), features.double(), atol=1e-3)
 
 
-def test_an_image_does_not_see_the_others(learnt: PatchFeatures) -> None:
-    seen = images(130, seed=2)  # more than one piece
-    alone = torch.cat([learnt(image[None]) for image in seen])
-    assert torch.allclose(learnt(seen), alone, atol=1e-5)
+@pytest.mark.parametrize("layer", [PatchFeatures, PatchMaps])
+def test_a_mirror_image_has_the_same_features(layer: type[PatchFeatures | PatchMaps]) -> None:
+    seen = images(4, seed=1)
+    for mirror in (True, False):
+        learnt = layer.learn(images(60, seed=0), filters=8, size=4, directions=9, mirror=mirror)
+        assert torch.allclose(learnt(seen), learnt(seen.flip(3)), atol=1e-4) is mirror
+
+
+@pytest.mark.parametrize("kind", ["learnt", "maps"])
+def test_an_image_does_not_see_the_others(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = request.getfixturevalue(kind)
+    monkeypatch.setattr(patch_filters, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
+    seen = images(130, seed=2)
+    alone = torch.cat([layer(image[None]) for image in seen])
+    assert torch.allclose(layer(seen), alone, atol=1e-4)
     other = seen.clone()
     other[1:] = 1e4
-    assert torch.allclose(learnt(other)[0], learnt(seen)[0], atol=1e-5)
+    assert torch.allclose(layer(other)[0], layer(seen)[0], atol=1e-4)
 
 
 def test_the_scale_and_the_brightness_of_pixels_do_not_matter() -> None:
@@ -73,9 +122,10 @@ def test_the_scale_and_the_brightness_of_pixels_do_not_matter() -> None:
     assert torch.allclose(features(seen + 3.0), features(seen), atol=1e-3)
 
 
-def test_flat_images_have_finite_features(learnt: PatchFeatures) -> None:
-    assert learnt(torch.full((2, 3, 14, 14), 0.5)).isfinite().all()
-    assert learnt(torch.zeros(2, 3, 14, 14)).isfinite().all()
+def test_flat_images_have_finite_features(learnt: PatchFeatures, maps: PatchMaps) -> None:
+    for layer in (learnt, maps):
+        assert layer(torch.full((2, 3, 14, 14), 0.5)).isfinite().all()
+        assert layer(torch.zeros(2, 3, 14, 14)).isfinite().all()
 
 
 def test_centres_find_directions_whatever_their_sign() -> None:
@@ -90,10 +140,14 @@ def test_centres_find_directions_whatever_their_sign() -> None:
     assert (best @ truth.T).abs().max(0).values.min() > 0.99
 
 
+@pytest.mark.parametrize("samples", [500, 15])  # more than features, and fewer
 @pytest.mark.parametrize("whitening", [0.0, 0.5, 1.0])
-def test_whitening_makes_directions_alike(whitening: float) -> None:
+def test_whitening_makes_directions_alike(
+    whitening: float, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "_ROWS", 70)
     torch.manual_seed(0)
-    features = torch.randn(500, 20) * torch.linspace(1, 8, 20) @ torch.randn(20, 20)
+    features = torch.randn(samples, 20) * torch.linspace(1, 8, 20) @ torch.randn(20, 20)
     mean, basis = _directions(features, 12, whitening)
     turned = (features - mean) @ basis
     covariance = torch.cov(turned.T)
@@ -106,8 +160,17 @@ def test_whitening_makes_directions_alike(whitening: float) -> None:
 
 
 def test_no_more_directions_than_the_public_images_have() -> None:
-    features = PatchFeatures.learn(images(10, seed=0), filters=8, size=4, directions=500)
-    assert features.basis.shape[1] == 9  # ten images, without their mean
+    features = PatchFeatures.learn(images(5, seed=0), filters=8, size=4, directions=500)
+    assert features.basis.shape[1] == 14  # five images at three places, without their mean
+
+
+def test_public_images_also_count_moved() -> None:
+    seen = torch.arange(8.0).view(1, 1, 1, 8)
+    middle, right, left = (part.flatten().tolist() for part in _moved(seen))
+    assert middle == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert right == [3, 2, 1, 0, 1, 2, 3, 4]
+    assert left == [3, 4, 5, 6, 7, 6, 5, 4]
+    assert all(part.shape == (1, 1, 1, 2) for part in _moved(seen[..., :2]))
 
 
 def test_the_same_seed_gives_the_same_features() -> None:
@@ -166,6 +229,43 @@ def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
     assert copy.deepcopy(learnt).public is learnt.public
 
 
+class TestEncode:
+    def test_is_what_the_layer_makes_of_each_record(self, maps: PatchMaps) -> None:
+        private = TensorDataset(images(23, seed=3), torch.arange(23))
+        encoded = dpspan.encode(maps, private, batch_size=10, progress=False)
+        inputs, labels = encoded.tensors
+        assert torch.allclose(inputs, maps(private.tensors[0]), atol=1e-4)
+        assert torch.equal(labels, torch.arange(23))
+
+    @pytest.mark.parametrize("part", [False, True])
+    def test_the_public_images_are_on_record(self, learnt: PatchFeatures, part: bool) -> None:
+        private = TensorDataset(images(64, seed=5), torch.arange(64) % 2)
+        encoded = dpspan.encode(learnt, private, progress=False)
+        engine = dpspan.PrivacyEngine()
+        model = nn.Linear(30, 2)
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(
+                Subset(encoded, range(40)) if part else encoded, batch_size=16, shuffle=True
+            ),
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=1.0,
+        )
+        (record,) = engine.certificate(1e-5)["public"]
+        assert (record["sha256"], record["detail"]) == (learnt.public.digest, "PatchFeatures")
+
+    def test_copies_of_public_images_are_refused(self, learnt: PatchFeatures) -> None:
+        private = images(20, seed=5)
+        private[7] = learnt.public.batches[0][0][3]
+        with pytest.raises(ValueError, match="also occur in the private dataset"):
+            dpspan.encode(learnt, TensorDataset(private, torch.arange(20)))
+
+    def test_records_need_labels(self, learnt: PatchFeatures) -> None:
+        with pytest.raises(ValueError, match="pairs of an image and a label"):
+            dpspan.encode(learnt, TensorDataset(images(20, seed=5)), progress=False)
+
+
 @pytest.mark.parametrize(
     ("public", "options", "message"),
     [
@@ -173,8 +273,12 @@ def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
         (torch.rand(1, 3, 14, 14), {}, "at least two images"),
         (torch.rand(20, 3, 6, 6), {"size": 6}, "room for 2 × 2 patches of 6 × 6"),
         (torch.zeros(20, 3, 14, 14), {}, "All pixels .* are alike"),
-        (images(1, seed=0).expand(20, -1, -1, -1), {}, "their features are all alike"),
+        (images(1, seed=0).expand(20, -1, -1, -1), {}, "All images .* are alike"),
+        (images(20, seed=0), {"threshold": 99.0}, "lower the threshold"),
         (torch.rand(20, 3, 14, 14), {"filters": 0}, "filters"),
+        (torch.rand(20, 3, 14, 14), {"filters": 1, "size": (3, 4)}, "filters of each size"),
+        (torch.rand(20, 3, 14, 14), {"size": ()}, "at least one size"),
+        (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),
         (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),
         (torch.rand(20, 3, 14, 14), {"threshold": -1.0}, "0 <= threshold"),

@@ -17,6 +17,7 @@ from .clipping import FlatClipping as FlatClipping
 from .comparison import Contender as Contender
 from .comparison import Task as Task
 from .comparison import compare as compare
+from .encoded import encode as encode
 from .engine import PrivacyEngine as PrivacyEngine
 from .errors import BudgetExceeded as BudgetExceeded
 from .errors import CaptureError as CaptureError
@@ -33,6 +34,7 @@ from .mechanisms import ConstantMixing as ConstantMixing
 from .mechanisms import CosineMixing as CosineMixing
 from .mechanisms import MirrorDescent as MirrorDescent
 from .patches import PatchFeatures as PatchFeatures
+from .patches import PatchMaps as PatchMaps
 from .per_sample import per_sample_gradients as per_sample_gradients
 from .public import PublicData as PublicData
 from .public import without_public as without_public

@@ -21,11 +21,12 @@ from dpspan.certificate import certificate, write_certificate
 from dpspan.checkpoint import load_file, save_file
 from dpspan.checks import check_count
 from dpspan.criterion import check_reduction, watch
+from dpspan.encoded import encoded_by
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
-from dpspan.patches import PatchFeatures
+from dpspan.patches import PublicLayer
 from dpspan.private_step import PrivateStep, check_optimizer
 from dpspan.public import PublicData, refuse_overlap
 from dpspan.sampling import (
@@ -197,8 +198,8 @@ class PrivacyEngine:
                 warn=self._warn,
             )
         )
-        layers = [part.public for part in module.modules() if isinstance(part, PatchFeatures)]
-        for data in (*mechanism.public, *layers):
+        layers = [part for part in module.modules() if isinstance(part, PublicLayer)]
+        for data in (*mechanism.public, *(layer.public for layer in layers)):
             refuse_overlap(data, data_loader.dataset, data_loader.collate_fn)
         seed = self._debug_seed
         loader = PrivateLoader.from_data_loader(
@@ -212,8 +213,11 @@ class PrivacyEngine:
         for data in mechanism.public:
             detail = f"{type(method).__name__}: public gradients"
             self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
-        for data in layers:
-            self.ledger.declare_public(data.name, data.digest, data.count, detail="PatchFeatures")
+        made_by = [(layer.public, type(layer).__name__) for layer in layers]
+        if (encoded := encoded_by(data_loader.dataset)) is not None:
+            made_by.append((encoded.public, encoded.layer))
+        for data, detail in made_by:
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         charged_passes: set[int] = set()
 
         def charge() -> None:

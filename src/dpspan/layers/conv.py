@@ -68,6 +68,9 @@ class Patches:
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
         thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
+        if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
+            copied = self.depth * self.weight[1:].numel() * self.groups
+            return joined([self._unfolded_rows(x[i:j], b[i:j]) for i, j in blocks(n, copied, x)])
         if x.is_cuda or one_by_one or thin:
             copied = self.stride[0] * self.depth * self.weight[1] * self.weight[3:].numel()
             return joined(
@@ -165,6 +168,20 @@ class Patches:
             torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)),
             thin.rows(0, self.samples).view(self.samples, *right.shape),
         )
+
+    @property
+    def _rows_are_larger_than_patches(self) -> bool:
+        """Whether copying whole patches moves less memory than interleaving lines of rows.
+
+        Sliding rows copy a line's share of the patches, and write, read and write the rows;
+        unfolded ones copy all of the patches and write the rows once.
+        """
+        lines, d_out = self.weight[2], self.weight[0] // self.groups
+        return self.depth * (lines - 1) < 2 * d_out * lines
+
+    def _unfolded_rows(self, x: Tensor, b: Tensor) -> Tensor:
+        """Rows by one batched product with all patches."""
+        return torch.matmul(self._sequences(b).transpose(2, 3), self._unfold(x)).flatten(1)
 
     def _sliding_rows(self, x: Tensor, b: Tensor) -> Tensor:
         """Rows by one batched product per line of the kernel.
