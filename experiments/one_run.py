@@ -26,7 +26,7 @@ from dpspan.trainable import train_only
 from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
-from experiments.patches import PatchSection, public_seen_by, seen_by
+from experiments.patches import PatchesModel, public_seen_by, seen_by
 from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
 from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
@@ -208,7 +208,7 @@ def _model(
 ) -> nn.Module:
     section = row.model or experiment.model
     torch.manual_seed(seed)
-    if isinstance(section, PatchSection):
+    if isinstance(section, PatchesModel):
         return section.head(data.shape, data.classes).to(place.device).train()
     model = section.build(data, seed=seed)
     if row.pretraining is not None and before is not None:
@@ -221,7 +221,7 @@ def _model(
 
 def _layer(row: Row, data: Data, seed: int, place: Place) -> PublicLayer | None:
     """The frozen layer of a row that has one."""
-    if not isinstance(row.model, PatchSection):
+    if not isinstance(row.model, PatchesModel):
         return None
     return row.model.layer(data.public[row.model.public], seed=seed, device=place.device)
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dpspan import PatchFeatures, PatchMaps
+from dpspan import PatchFeatures
 from dpspan.config.models import AnyModel
 from dpspan.models import MLP
 from dpspan.patches import PublicLayer
@@ -17,29 +17,22 @@ from dpspan.section import Count, Counts, Section
 from experiments.images import Images
 
 
-class PatchSection(Section):
-    """What both layers are learnt with; `public` is the name of public data."""
+class PatchesModel(Section):
+    """`PatchFeatures` of the public data of that name, and fully connected layers on top."""
 
+    name: Literal["patches"] = "patches"
     public: str
     filters: Count = 1000
     size: Counts = (6,)
+    grid: Count = 2
     threshold: float = 0.25
     mirror: bool = True
-    whitening: float
-    grid: Count
-    directions: Count
-
-
-class FeaturesModel(PatchSection):
-    """`PatchFeatures`, and fully connected layers on top."""
-
-    name: Literal["patch-features"] = "patch-features"
-    grid: Count = 2
-    directions: Count = 2000
+    power: float = 1.0
+    directions: Count = 1000
     whitening: float = 0.6
     hidden: Counts = ()
 
-    def layer(self, public: PublicData, *, seed: int, device: str) -> PublicLayer:
+    def layer(self, public: PublicData, *, seed: int, device: str) -> PatchFeatures:
         """The frozen layer."""
         settings = self.model_dump(exclude={"name", "public", "hidden"})
         return PatchFeatures.learn(public, **settings, seed=seed, device=device)
@@ -49,34 +42,7 @@ class FeaturesModel(PatchSection):
         return MLP(shape[0], self.hidden, classes)
 
 
-class MapsModel(PatchSection):
-    """`PatchMaps`, a convolution, means over a grid, and a linear layer."""
-
-    name: Literal["patch-maps"] = "patch-maps"
-    grid: Count = 6
-    directions: Count = 256
-    whitening: float = 0.5
-    channels: Count = 64
-    pooled: Count = 3
-
-    def layer(self, public: PublicData, *, seed: int, device: str) -> PublicLayer:
-        """The frozen layer."""
-        settings = self.model_dump(exclude={"name", "public", "channels", "pooled"})
-        return PatchMaps.learn(public, **settings, seed=seed, device=device)
-
-    def head(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """What is trained."""
-        return nn.Sequential(
-            nn.Conv2d(shape[0], self.channels, 3, padding=1),
-            nn.GroupNorm(8, self.channels),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(self.pooled),
-            nn.Flatten(),
-            nn.Linear(self.channels * self.pooled**2, classes),
-        )
-
-
-AnyExperimentModel = Annotated[AnyModel | FeaturesModel | MapsModel, Field(discriminator="name")]
+AnyExperimentModel = Annotated[AnyModel | PatchesModel, Field(discriminator="name")]
 
 
 @torch.no_grad()

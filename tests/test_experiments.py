@@ -68,12 +68,12 @@ rows:
     rates: [1.0]
   patches:
     method: {name: dpsgd}
-    model: {name: patch-features, public: noise, filters: 4, size: [3], directions: 6}
+    model: {name: patches, public: noise, filters: 4, size: [3, 4], directions: 6}
     rates: [1.0]
-  patch maps:
-    method: {name: dpsgd}
-    model: {name: patch-maps, public: noise, filters: 4, size: [2, 3], grid: 3, directions: 6}
-    rates: [1.0]
+  patches + GEP:
+    method: {name: gep, public: noise, rank: 3}
+    model: {name: patches, public: noise, filters: 4, size: [3], directions: 6}
+    rates: patches
   DP-SGD, views:
     method: {name: dpsgd}
     training:

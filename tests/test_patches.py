@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import dpspan
 from dpspan import patch_filters, patches
 from dpspan.patch_filters import PatchResponses, _centres
-from dpspan.patches import PatchFeatures, PatchMaps, _directions, _moved
+from dpspan.patches import PatchFeatures, _directions, _moved
 
 
 def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
@@ -25,11 +25,6 @@ def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
 @pytest.fixture(scope="module")
 def learnt() -> PatchFeatures:
     return PatchFeatures.learn(images(60, seed=0), filters=12, size=4, directions=30)
-
-
-@pytest.fixture(scope="module")
-def maps() -> PatchMaps:
-    return PatchMaps.learn(images(60, seed=0), filters=12, size=4, grid=3, directions=10)
 
 
 def responses_slowly(responses: PatchResponses, image: Tensor) -> Tensor:
@@ -54,63 +49,50 @@ def responses_slowly(responses: PatchResponses, image: Tensor) -> Tensor:
     return torch.cat(pools)
 
 
-def slowly(layer: PatchFeatures | PatchMaps, image: Tensor) -> Tensor:
-    """What either layer makes of one image."""
+def slowly(layer: PatchFeatures, image: Tensor) -> Tensor:
+    """The features of one image."""
     found = responses_slowly(layer.responses, image)
     if layer.responses.mirror:
         found = (found + responses_slowly(layer.responses, image.flip(2))) / 2
-    mean, basis = layer.mean.double(), layer.basis.double()
-    if isinstance(layer, PatchFeatures):
-        vector = (found.flatten() - mean) @ basis
-        return vector / vector.norm()
-    turned = torch.zeros(basis.shape[1], *found.shape[1:], dtype=torch.float64)
-    for y in range(found.shape[1]):
-        for x in range(found.shape[2]):
-            turned[:, y, x] = (found[:, y, x] - mean) @ basis
-    return turned / turned.square().mean().sqrt()
+    vector = (found.flatten() ** layer.power - layer.mean.double()) @ layer.basis.double()
+    return vector / vector.norm()
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0])
 @pytest.mark.parametrize("mirror", [False, True])
 @pytest.mark.parametrize("size", [4, (3, 5)])
-@pytest.mark.parametrize(
-    ("layer", "shape"), [(PatchFeatures, (20,)), (PatchMaps, (20, 3, 3))], ids=["features", "maps"]
-)
 def test_features_are_those_of_the_slow_algorithm(
-    layer: type[PatchFeatures | PatchMaps],
-    shape: tuple[int, ...],
-    size: int | tuple[int, ...],
-    mirror: bool,
+    size: int | tuple[int, ...], mirror: bool, power: float
 ) -> None:
-    learnt = layer.learn(
-        images(60, seed=0), filters=13, size=size, grid=3, directions=20, mirror=mirror
+    learnt = PatchFeatures.learn(
+        images(60, seed=0), filters=13, size=size, directions=20, mirror=mirror, power=power
     )
     seen = images(3, seed=1)
     found = learnt(seen)
-    assert found.shape == (3, *shape)
+    assert found.shape == (3, 20)
     for image, features in zip(seen, found, strict=True):
         assert torch.allclose(slowly(learnt, image), features.double(), atol=1e-3)
 
 
-@pytest.mark.parametrize("layer", [PatchFeatures, PatchMaps])
-def test_a_mirror_image_has_the_same_features(layer: type[PatchFeatures | PatchMaps]) -> None:
+def test_a_mirror_image_has_the_same_features() -> None:
     seen = images(4, seed=1)
     for mirror in (True, False):
-        learnt = layer.learn(images(60, seed=0), filters=8, size=4, directions=9, mirror=mirror)
+        learnt = PatchFeatures.learn(
+            images(60, seed=0), filters=8, size=4, directions=9, mirror=mirror
+        )
         assert torch.allclose(learnt(seen), learnt(seen.flip(3)), atol=1e-4) is mirror
 
 
-@pytest.mark.parametrize("kind", ["learnt", "maps"])
 def test_an_image_does_not_see_the_others(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    learnt: PatchFeatures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = request.getfixturevalue(kind)
     monkeypatch.setattr(patch_filters, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
     seen = images(130, seed=2)
-    alone = torch.cat([layer(image[None]) for image in seen])
-    assert torch.allclose(layer(seen), alone, atol=1e-4)
+    alone = torch.cat([learnt(image[None]) for image in seen])
+    assert torch.allclose(learnt(seen), alone, atol=1e-4)
     other = seen.clone()
     other[1:] = 1e4
-    assert torch.allclose(layer(other)[0], layer(seen)[0], atol=1e-4)
+    assert torch.allclose(learnt(other)[0], learnt(seen)[0], atol=1e-4)
 
 
 def test_the_scale_and_the_brightness_of_pixels_do_not_matter() -> None:
@@ -122,10 +104,9 @@ def test_the_scale_and_the_brightness_of_pixels_do_not_matter() -> None:
     assert torch.allclose(features(seen + 3.0), features(seen), atol=1e-3)
 
 
-def test_flat_images_have_finite_features(learnt: PatchFeatures, maps: PatchMaps) -> None:
-    for layer in (learnt, maps):
-        assert layer(torch.full((2, 3, 14, 14), 0.5)).isfinite().all()
-        assert layer(torch.zeros(2, 3, 14, 14)).isfinite().all()
+def test_flat_images_have_finite_features(learnt: PatchFeatures) -> None:
+    assert learnt(torch.full((2, 3, 14, 14), 0.5)).isfinite().all()
+    assert learnt(torch.zeros(2, 3, 14, 14)).isfinite().all()
 
 
 def test_centres_find_directions_whatever_their_sign() -> None:
@@ -230,11 +211,11 @@ def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
 
 
 class TestEncode:
-    def test_is_what_the_layer_makes_of_each_record(self, maps: PatchMaps) -> None:
+    def test_is_what_the_layer_makes_of_each_record(self, learnt: PatchFeatures) -> None:
         private = TensorDataset(images(23, seed=3), torch.arange(23))
-        encoded = dpspan.encode(maps, private, batch_size=10, progress=False)
+        encoded = dpspan.encode(learnt, private, batch_size=10, progress=False)
         inputs, labels = encoded.tensors
-        assert torch.allclose(inputs, maps(private.tensors[0]), atol=1e-4)
+        assert torch.allclose(inputs, learnt(private.tensors[0]), atol=1e-4)
         assert torch.equal(labels, torch.arange(23))
 
     @pytest.mark.parametrize("part", [False, True])
@@ -281,6 +262,7 @@ class TestEncode:
         (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),
         (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),
+        (torch.rand(20, 3, 14, 14), {"power": 0.0}, "0 < power <= 1"),
         (torch.rand(20, 3, 14, 14), {"threshold": -1.0}, "0 <= threshold"),
         (torch.rand(20, 3, 14, 14), {"seed": -1}, "seed a whole number"),
     ],

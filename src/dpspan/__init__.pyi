@@ -34,7 +34,6 @@ from .mechanisms import ConstantMixing as ConstantMixing
 from .mechanisms import CosineMixing as CosineMixing
 from .mechanisms import MirrorDescent as MirrorDescent
 from .patches import PatchFeatures as PatchFeatures
-from .patches import PatchMaps as PatchMaps
 from .per_sample import per_sample_gradients as per_sample_gradients
 from .public import PublicData as PublicData
 from .public import without_public as without_public

@@ -39,7 +39,7 @@ def encode(
     refused here, and `make_private` puts those samples on the certificate.
 
     Args:
-        layer: `PatchFeatures` or `PatchMaps`.
+        layer: a `PatchFeatures`.
         dataset: pairs of an image and a label, not augmented at random.
         collate_fn: makes a batch of several pairs.
         batch_size: images at a time.

@@ -101,9 +101,8 @@ class PatchResponses(nn.Module):
             response /= _deviation(images, bank.filters.shape[-1], self.flat)
             response -= bank.offset[:, None, None]
             above, below = response.clamp_min(self.threshold), response.clamp_max_(-self.threshold)
-            maps.append(adaptive_avg_pool2d(above, self.grid) - self.threshold)
-            maps.append(-adaptive_avg_pool2d(below, self.grid) - self.threshold)
-        return torch.cat(maps, 1)
+            maps += [adaptive_avg_pool2d(above, self.grid), -adaptive_avg_pool2d(below, self.grid)]
+        return (torch.cat(maps, 1) - self.threshold).clamp_min_(0)  # 0 but for rounding
 
     def _each(self) -> list[_Bank]:
         return [bank for bank in self.banks if isinstance(bank, _Bank)]

@@ -1,4 +1,4 @@
-"""Features of images by patches of public ones: frozen first layers that need no labels.
+"""Features of images by patches of public ones: a frozen first layer that needs no labels.
 
 Private training of few weights on good features often beats that of many from scratch
 (Tramèr and Boneh 2021). Responses to filters of public patches are turned to the principal
@@ -8,7 +8,6 @@ hence so should be the features. Each image is treated by itself, by constants o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Self
 
@@ -33,26 +32,7 @@ class PublicLayer(nn.Module):
         self.public = public
 
 
-class _PatchLayer(PublicLayer):
-    """Responses, turned to principal directions of public ones."""
-
-    mean: Tensor
-    basis: Tensor
-
-    def __init__(
-        self, public: PublicData, responses: PatchResponses, mean: Tensor, basis: Tensor
-    ) -> None:
-        super().__init__(public)
-        self.responses = responses
-        self.register_buffer("mean", mean)
-        self.register_buffer("basis", basis)
-
-    def extra_repr(self) -> str:
-        """For the model's printout."""
-        return f"{self.basis.shape[1]} directions, from '{self.public.name}'"
-
-
-class PatchFeatures(_PatchLayer):
+class PatchFeatures(PublicLayer):
     """(n, channels, height, width) to (n, directions) of length 1; made by `PatchFeatures.learn`.
 
     It has no parameters. Put it before a linear layer, and train that one privately:
@@ -68,6 +48,23 @@ class PatchFeatures(_PatchLayer):
         torch.Size([4, 10])
     """
 
+    mean: Tensor
+    basis: Tensor
+
+    def __init__(
+        self,
+        public: PublicData,
+        responses: PatchResponses,
+        mean: Tensor,
+        basis: Tensor,
+        *,
+        power: float,
+    ) -> None:
+        super().__init__(public)
+        self.responses, self.power = responses, power
+        self.register_buffer("mean", mean)
+        self.register_buffer("basis", basis)
+
     @classmethod
     def learn(
         cls,
@@ -78,6 +75,7 @@ class PatchFeatures(_PatchLayer):
         grid: int = 2,
         threshold: float = 0.25,
         mirror: bool = True,
+        power: float = 1.0,
         directions: int = 1000,
         whitening: float = 0.6,
         seed: int = 0,
@@ -93,6 +91,7 @@ class PatchFeatures(_PatchLayer):
             threshold: what a response must exceed, in either direction, to count.
             mirror: give an image and its mirror image the same features, the mean of both. Not
                 for letters or digits.
+            power: of a mean response; below 1, many weak responses count more than few strong ones.
             directions: most principal directions of the features that are kept.
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
             seed: for the patches that are looked at and where k-means starts.
@@ -100,67 +99,26 @@ class PatchFeatures(_PatchLayer):
         """
         check_count("directions", directions)
         expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
+        expect(0 < check_number("power", power) <= 1, "0 < power <= 1", power)
         data = PublicData.of(public)
         images, responses = _learnt(data, filters, size, grid, threshold, mirror, seed, device)
-        features = torch.cat([responses(part).flatten(1) for part in _moved(images)])
-        return cls(data, responses, *_directions(features, directions, whitening))
+        means = torch.cat([responses(part).flatten(1) for part in _moved(images)])
+        found = _directions(means.pow_(power), directions, whitening)
+        return cls(data, responses, *found, power=power)
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, directions), each of length 1 (or 0)."""
-        _refuse_gradients(self, images)
-        return normalize((self.responses(images).flatten(1) - self.mean) @ self.basis)
+        if images.requires_grad:
+            raise ValueError(
+                "Expected images that nothing trainable has changed: PatchFeatures passes no "
+                "gradient on. Put it first, or freeze what comes before it."
+            )
+        features = self.responses(images).flatten(1).pow_(self.power)
+        return normalize((features - self.mean) @ self.basis)
 
-
-class PatchMaps(_PatchLayer):
-    """(n, channels, height, width) to (n, directions, grid, grid); made by `PatchMaps.learn`.
-
-    As `PatchFeatures`, but every part of the image keeps its place, for a convolution to follow.
-    The numbers of an image have a mean square of 1.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> public = torch.rand(50, 3, 16, 16)
-        >>> maps = dpspan.PatchMaps.learn(public, filters=12, size=4, directions=20)
-        >>> model = nn.Sequential(maps, nn.Conv2d(20, 8, 3), nn.Flatten(), nn.Linear(128, 10))
-        >>> model(torch.rand(4, 3, 16, 16)).shape
-        torch.Size([4, 10])
-    """
-
-    @classmethod
-    def learn(
-        cls,
-        public: object,
-        *,
-        filters: int = 1000,
-        size: int | Sequence[int] = 6,
-        grid: int = 6,
-        threshold: float = 0.25,
-        mirror: bool = True,
-        directions: int = 256,
-        whitening: float = 0.5,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Learn from public images, whose labels are not looked at.
-
-        The arguments are those of `PatchFeatures.learn`; `directions` are of the responses at one
-        place, and the same at all places.
-        """
-        check_count("directions", directions)
-        expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
-        data = PublicData.of(public)
-        images, responses = _learnt(data, filters, size, grid, threshold, mirror, seed, device)
-        places = responses(images).permute(0, 2, 3, 1).flatten(0, 2)
-        return cls(data, responses, *_directions(places, directions, whitening))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(n, directions, grid, grid)."""
-        _refuse_gradients(self, images)
-        found = self.responses(images) - self.mean[:, None, None]
-        found = torch.einsum("ncij,cd->ndij", found, self.basis)
-        return normalize(found.flatten(1)).view_as(found) * math.sqrt(found[0].numel())
+    def extra_repr(self) -> str:
+        """For the model's printout."""
+        return f"power={self.power}, {self.basis.shape[1]} directions, from '{self.public.name}'"
 
 
 def _learnt(
@@ -254,11 +212,3 @@ def _spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
     lengths = values.clamp_min(0).sqrt().flip(0)
     kept = int((lengths > 1e-4 * lengths[0]).sum())
     return lengths[:kept], vectors.flip(1)[:, :kept]
-
-
-def _refuse_gradients(layer: nn.Module, images: Tensor) -> None:
-    if images.requires_grad:
-        raise ValueError(
-            f"Expected images that nothing trainable has changed: {type(layer).__name__} passes no "
-            "gradient on. Put it first, or freeze what comes before it."
-        )
