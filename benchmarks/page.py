@@ -20,9 +20,10 @@ HEAD = """## Speed and memory
 One step of each method, as a multiple of the non-private step of the same private samples: time /
 peak memory. Methods with public data run the model on those too; "all samples" is what a
 non-private step of private and public ones costs. `python -m benchmarks.methods`,
-`benchmarks.growth` and `benchmarks.gsd` measure; how, and what the bars were, is in
-[performance](performance.md). Steps are timed without loader and accounting, Opacus' ones too. RGP
-can be faster than the plain step because the summed gradients of whole weights are never computed.
+`benchmarks.floors`, `benchmarks.growth` and `benchmarks.gsd` measure; how, and what the bars were,
+is in [performance](performance.md). Steps are timed without loader and accounting, Opacus' ones
+too. RGP can be faster than the plain step because the summed gradients of whole weights are never
+computed.
 """
 
 
@@ -33,6 +34,10 @@ def page(docs: Path, results: Path = RESULTS) -> str:
         path = results / f"methods-{device}.json"
         if path.exists():
             parts.append(methods_table(json.loads(path.read_text())))
+    for device in ("cpu", "cuda"):
+        path = results / f"floors-{device}.json"
+        if path.exists():
+            parts.append(floors_table(json.loads(path.read_text())))
     for device in ("cpu", "cuda"):
         path = results / f"growth-{device}.json"
         if path.exists():
@@ -67,6 +72,31 @@ def methods_table(results: dict[str, Any]) -> str:
             lines.append(f"{MODELS.get(name, name)}: {model['note']}.")
     lines.append("")
     return "\n".join(lines)
+
+
+def floors_table(results: dict[str, Any]) -> str:
+    """Work, floor and time by model and method."""
+    best = results["peaks"]
+    lines = [
+        f"**Floors, {_place(results)}**: products and convolutions at {best['flops'] / 1e12:,.2f} "
+        f"TFLOP/s, memory at {best['bytes'] / 1e9:,.0f} GB/s, as measured there; a step's floor is "
+        "the longer of the two\n",
+        _line(["", "", "GFLOP", "GB", "floor, ms", "measured, ms", "measured / floor"]),
+        _line(["---"] * 7),
+    ]
+    for model, entry in results["models"].items():
+        for name, each in entry["contenders"].items():
+            floor = max(each["products_ms"], each["memory_ms"])
+            bound = "products" if each["products_ms"] > each["memory_ms"] else "memory"
+            cells = [
+                f"{each['gigaflops']:,.1f}",
+                f"{each['gigabytes']:,.2f}",
+                f"{floor:,.2f} ({bound})",
+                f"{each['milliseconds']:,.2f}",
+                f"{each['milliseconds'] / floor:,.1f}",
+            ]
+            lines.append(_line([MODELS.get(model, model), name, *cells]))
+    return "\n".join(lines) + "\n"
 
 
 def growth_table(results: dict[str, Any]) -> str:

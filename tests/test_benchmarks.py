@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import growth, methods, page
+from benchmarks import contenders, floors, growth, methods, page
 from benchmarks.problems import PROBLEMS
 
 CASE = methods.Case(8, 8, 4)
@@ -115,3 +115,59 @@ def test_a_memory_that_could_not_be_measured() -> None:
     unknown = {"time": {"median": 1.0, "of_plain": 1.0}, "memory": {"reason": "out of memory"}}
     assert page._factors(unknown) == "1.00 / —"
     assert math.isnan(growth.slope([1, 2, 4, 8], [1.0, 1.0, float("nan"), 1.0]))
+
+
+class TestFloors:
+    def test_products_and_bytes_are_counted(self) -> None:
+        a, b = torch.randn(8, 16), torch.randn(16, 4)
+        flops, moved = floors.work(lambda: (a @ b).add_(1.0))
+        assert flops == 2 * 8 * 16 * 4
+        product = 4 * (8 * 16 + 16 * 4 + 8 * 4)
+        assert moved == product + 2 * 4 * 8 * 4  # the sum reads and writes its tensor
+
+    def test_views_and_expanded_tensors_move_what_is_there(self) -> None:
+        a = torch.randn(6, 5)
+        assert floors.work(lambda: a.T.reshape(5, 3, 2)[1:].unsqueeze(0)) == (0, 0)
+        assert floors.work(lambda: a.T.reshape(30)) == (0, 2 * 4 * 30)  # a copy
+        one = torch.ones(1)
+        _, moved = floors.work(lambda: one.expand(100).clone())
+        assert moved == 4 + 400
+
+    def test_groups_of_a_convolution_count_as_samples_do(self) -> None:
+        x, grad = torch.randn(5, 3, 8, 8), torch.randn(5, 4, 6, 6)
+        rest = (None, (1, 1), (0, 0), (1, 1), False, (0, 0))
+        backward = torch.ops.aten.convolution_backward
+
+        def together() -> None:
+            backward(grad, x, torch.zeros(4, 3, 3, 3), *rest, 1, (True, True, False))
+
+        def apart() -> None:
+            parts = grad.view(1, 20, 6, 6), x.view(1, 15, 8, 8), torch.zeros(20, 3, 3, 3)
+            backward(*parts, *rest, 5, (True, True, False))
+
+        assert floors.work(together)[0] == floors.work(apart)[0] == 2 * 2 * 5 * 36 * 4 * 27
+
+    def test_a_private_step_does_more_than_a_plain_one(self) -> None:
+        problem = PROBLEMS["mlp-64"]
+        data = problem.data(16, "cpu")
+        plain = floors.work(contenders.plain_step(problem.model("cpu"), *data, 1.0).step)
+        private = floors.work(contenders.dpspan_step(problem.model("cpu"), *data, 1.0).step)
+        assert private[1] > plain[1]
+        assert private[0] >= plain[0] // 2
+
+    def test_the_table_names_what_bounds_a_step(self) -> None:
+        each = {"gigaflops": 1.0, "gigabytes": 2.0, "milliseconds": 9.0}
+        found = {
+            "one": {**each, "products_ms": 3.0, "memory_ms": 1.0},
+            "two": {**each, "products_ms": 1.0, "memory_ms": 4.5},
+        }
+        results = {
+            "environment": {"gpu": "a GPU"},
+            "settings": {"tf32": True},
+            "peaks": {"flops": 4e14, "bytes": 4e12},
+            "models": {"cnn": {"batch": "8", "contenders": found}},
+        }
+        lines = page.floors_table(results).splitlines()
+        assert "400.00 TFLOP/s, memory at 4,000 GB/s" in lines[0]
+        assert lines[4] == "| CNN, 26 k | one | 1.0 | 2.00 | 3.00 (products) | 9.00 | 3.0 |"
+        assert lines[5] == "| CNN, 26 k | two | 1.0 | 2.00 | 4.50 (memory) | 9.00 | 2.0 |"
