@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import nn
 
 from dpspan import PatchFeatures
+from dpspan.config.features import PatchesSection
 from dpspan.config.models import AnyModel
 from dpspan.models import MLP
 from dpspan.patches import PublicLayer
 from dpspan.public import PublicData
-from dpspan.section import Count, Counts, Section
+from dpspan.section import Counts
 from experiments.images import Images
 
 
-class PatchesModel(Section):
+class PatchesModel(PatchesSection):
     """`PatchFeatures` of the public data of that name, and fully connected layers on top."""
 
-    name: Literal["patches"] = "patches"
-    public: str
-    filters: Count = 1000
-    size: Counts = (6,)
-    grid: Count = 2
-    threshold: float = 0.25
-    mirror: bool = True
-    power: float = 1.0
-    directions: Count = 1000
-    whitening: float = 0.6
     hidden: Counts = ()
 
     def layer(self, public: PublicData, *, seed: int, device: str) -> PatchFeatures:
         """The frozen layer."""
-        settings = self.model_dump(exclude={"name", "public", "hidden"})
-        return PatchFeatures.learn(public, **settings, seed=seed, device=device)
+        return self.learn(public, seed=seed, device=device)
 
     def head(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """What is trained."""

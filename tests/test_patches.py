@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -208,6 +210,47 @@ def test_nothing_trainable_may_come_before_it(learnt: PatchFeatures) -> None:
 
 def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
     assert copy.deepcopy(learnt).public is learnt.public
+
+
+class TestFiles:
+    def test_what_is_loaded_is_what_was_saved(self, tmp_path: Path) -> None:
+        public, seen = images(30, seed=0), images(4, seed=1)
+        one = PatchFeatures.learn(public, filters=7, size=(3, 5), directions=9, mirror=False)
+        one.save(tmp_path / "f.safetensors")
+        again = PatchFeatures.load(tmp_path / "f.safetensors", public)
+        assert torch.equal(again(seen), one(seen))
+        assert again.public == one.public
+        assert str(again) == str(one)
+
+    def test_other_public_data_are_refused(self, learnt: PatchFeatures, tmp_path: Path) -> None:
+        learnt.save(tmp_path / "f.safetensors")
+        with pytest.raises(ValueError, match="60 samples called 'public', got others"):
+            PatchFeatures.load(tmp_path / "f.safetensors", images(60, seed=9))
+
+    def test_without_public_data_it_can_be_used_but_not_trained_behind(
+        self, learnt: PatchFeatures, tmp_path: Path
+    ) -> None:
+        learnt.save(tmp_path / "f.safetensors")
+        layer = PatchFeatures.load(tmp_path / "f.safetensors")
+        seen = images(64, seed=5)
+        assert torch.equal(layer(seen), learnt(seen))
+        with pytest.raises(ValueError, match="was loaded without its public data"):
+            private_run(layer, seen)
+        with pytest.raises(ValueError, match="was loaded without its public data"):
+            dpspan.encode(layer, TensorDataset(seen, torch.arange(64)))
+
+    def test_other_files_are_refused(self, learnt: PatchFeatures, tmp_path: Path) -> None:
+        path = tmp_path / "f.safetensors"
+        learnt.save(path)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match="or a damaged one"):
+            PatchFeatures.load(path)
+        save_file({"a": torch.zeros(1)}, path)
+        with pytest.raises(ValueError, match="holds no PatchFeatures"):
+            PatchFeatures.load(path)
+        with pytest.raises(FileNotFoundError):
+            PatchFeatures.load(tmp_path / "none.safetensors")
 
 
 class TestEncode:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.progress import track
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpspan.checks import check_count
 from dpspan.patches import PublicLayer
@@ -71,8 +71,10 @@ def encode(
     return Encoded(torch.cat(inputs), torch.cat(labels), layer.public, type(layer).__name__)
 
 
-def encoded_by(dataset: Dataset[Any]) -> Encoded | None:
-    """The encoded dataset that this one is, or is a part of."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset if isinstance(dataset, Encoded) else None
+def encoded_by(dataset: Any) -> Encoded | None:
+    """The encoded dataset that this one is, or has as its `dataset`, as a torch Subset does."""
+    while not isinstance(dataset, Encoded):
+        dataset = getattr(dataset, "dataset", None)
+        if dataset is None:
+            return None
+    return dataset

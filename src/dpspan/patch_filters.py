@@ -5,7 +5,7 @@ Filters are centres of whitened patches (Coates and Ng 2011): no labels, no trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -77,10 +77,21 @@ class PatchResponses(nn.Module):
             banks.append(_Bank(rows.view(-1, images.shape[1], size, size), offset))
         return cls(banks, flat, grid=grid, threshold=threshold, mirror=mirror)
 
-    @property
-    def channels(self) -> int:
-        """Responses at each place."""
-        return 2 * sum(len(bank.filters) for bank in self._each())
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        *,
+        prefix: str,
+        grid: int,
+        threshold: float,
+        mirror: bool,
+    ) -> Self:
+        """From a state_dict, whose names begin with `prefix`."""
+        banks: list[_Bank] = []
+        while (start := f"{prefix}banks.{len(banks)}.") + "filters" in tensors:
+            banks.append(_Bank(tensors[f"{start}filters"], tensors[f"{start}offset"]))
+        return cls(banks, tensors[f"{prefix}flat"], grid=grid, threshold=threshold, mirror=mirror)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:

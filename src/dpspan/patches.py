@@ -8,17 +8,23 @@ hence so should be the features. Each image is treated by itself, by constants o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from dpspan.checks import check_count, check_number, expect
+from dpspan.files import replacing
 from dpspan.patch_filters import PatchResponses
 from dpspan.public import PublicData
 
+_FORMAT = "dpspan.PatchFeatures"
 _MOVED = 3  # pixels: public images also count moved to either side, which gives more directions
 _ROWS = 8192  # of features, summed at a time
 _SMALLEST = 0.1  # share of the mean deviation that is added to a feature's
@@ -27,9 +33,19 @@ _SMALLEST = 0.1  # share of the mean deviation that is added to a feature's
 class PublicLayer(nn.Module):
     """A frozen layer made from public data, which `make_private` keeps apart from private ones."""
 
-    def __init__(self, public: PublicData) -> None:
+    def __init__(self, public: PublicData | None) -> None:
         super().__init__()
-        self.public = public
+        self._public = public
+
+    @property
+    def public(self) -> PublicData:
+        """What it was learnt from; ValueError if that was left behind."""
+        if self._public is None:
+            raise ValueError(
+                f"This {type(self).__name__} was loaded without its public data, from which "
+                "private records have to be kept apart: give them, load(path, public=…)."
+            )
+        return self._public
 
 
 class PatchFeatures(PublicLayer):
@@ -53,7 +69,7 @@ class PatchFeatures(PublicLayer):
 
     def __init__(
         self,
-        public: PublicData,
+        public: PublicData | None,
         responses: PatchResponses,
         mean: Tensor,
         basis: Tensor,
@@ -70,14 +86,14 @@ class PatchFeatures(PublicLayer):
         cls,
         public: object,
         *,
-        filters: int = 1000,
-        size: int | Sequence[int] = 6,
+        filters: int = 1200,
+        size: int | Sequence[int] = (4, 6, 9),
         grid: int = 2,
         threshold: float = 0.25,
         mirror: bool = True,
-        power: float = 1.0,
+        power: float = 0.6,
         directions: int = 1000,
-        whitening: float = 0.6,
+        whitening: float = 0.75,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
@@ -116,9 +132,43 @@ class PatchFeatures(PublicLayer):
         features = self.responses(images).flatten(1).pow_(self.power)
         return normalize((features - self.mean) @ self.basis)
 
+    def save(self, path: str | Path) -> None:
+        """Write it to a safetensors file, without the public images."""
+        responses, public = self.responses, self.public
+        settings = {
+            "grid": responses.grid,
+            "threshold": responses.threshold,
+            "mirror": responses.mirror,
+            "power": self.power,
+            "public": {"name": public.name, "sha256": public.digest, "count": public.count},
+        }
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}
+        with replacing(Path(path), what="the features") as temporary:
+            save_file(tensors, temporary, metadata={_FORMAT: json.dumps(settings)})
+
+    @classmethod
+    def load(cls, path: str | Path, public: object | None = None) -> Self:
+        """Read it again; with the same public data also for private training, else for use only."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                settings = json.loads((file.metadata() or {})[_FORMAT])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (KeyError, SafetensorError) as error:
+            raise ValueError(f"{path} holds no {cls.__name__}, or a damaged one.") from error
+        data = None if public is None else PublicData.of(public)
+        learnt_from = settings.pop("public")
+        if data is not None and data.digest != learnt_from["sha256"]:
+            raise ValueError(
+                f"Expected the public data that {path} was learnt from, {learnt_from['count']} "
+                f"samples called '{learnt_from['name']}', got others."
+            )
+        power = settings.pop("power")
+        responses = PatchResponses.of(tensors, prefix="responses.", **settings)
+        return cls(data, responses, tensors["mean"], tensors["basis"], power=power)
+
     def extra_repr(self) -> str:
         """For the model's printout."""
-        return f"power={self.power}, {self.basis.shape[1]} directions, from '{self.public.name}'"
+        return f"power={self.power}, {self.basis.shape[1]} directions"
 
 
 def _learnt(

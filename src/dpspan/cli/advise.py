@@ -38,6 +38,11 @@ def advise_command(
     from dpspan.public import PublicData
 
     settings = load_config(config)
+    if settings.features is not None:
+        raise ValueError(
+            "`dpspan advise` does not know the `features` section. Leave it out to compare methods "
+            "on the images themselves."
+        )
     records = records or settings.data.records
     if records is None:
         raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpspan.config import Config
     from dpspan.run.parts import Parts
 
-_SHARED = ("data", "model", "trainable", "budget")
+_SHARED = ("data", "features", "model", "trainable", "budget")
 _SHARED_TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
 
 
@@ -29,9 +29,10 @@ def compare_command(
 ) -> None:
     """Train CONFIGS at the same budget, with several seeds each. Every run is a release.
 
-    What is learnt, for how long and at what price must be the same in all of them: data, model,
-    trainable, budget, epochs, batch size. Their output sections are not used. DP-SGD is added if it
-    is not there, and so are public data only and a warm start where there are public labels.
+    What is learnt, for how long and at what price must be the same in all of them: data, features,
+    model, trainable, budget, epochs, batch size. Their output sections are not used. DP-SGD is
+    added if it is not there, and so are public data only and a warm start where there are public
+    labels.
     """
     from dpspan.cli.tasks import contender_of, task_of
     from dpspan.comparison import compare, verdicts
@@ -41,7 +42,10 @@ def compare_command(
 
     settings = _read(configs)
     first = next(iter(settings.values()))
-    parts = make_parts(first)
+    kept = to / "features.safetensors"
+    parts = make_parts(first, features=kept)
+    if parts.layer is not None and not kept.exists():
+        parts.layer.save(kept)
     assert parts.test is not None
     public = dict(parts.public)
     chosen, paid = _choice(settings.values(), parts, to)

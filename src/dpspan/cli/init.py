@@ -214,6 +214,9 @@ data:
   # certificate tells their exact number.
   # records: 10000
 
+# Public images without labels make a frozen first layer; a logistic model comes after it.
+# features: {{name: patches, public: NAME}}  # mirror: false for letters and digits
+
 # logistic, mlp (hidden: [128]), cnn, resnet20, wide-resnet, probe; or your own:
 #   {{name: factory, factory: package.module:function, arguments: {{}}}}
 #   {{name: checkpoint, weights: file.safetensors, factory: package.module:Class, arguments: {{}}}}

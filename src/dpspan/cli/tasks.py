@@ -63,7 +63,7 @@ def task_of(
         accountant=config.budget.accountant,
         physical_batch_size=config.training.physical_batch_size,
         device=device_of(config),
-        about=config.model_dump(mode="json", include={"data", "model", "trainable"}),
+        about=config.model_dump(mode="json", include={"data", "features", "model", "trainable"}),
     )
 
 

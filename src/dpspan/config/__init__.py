@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from dpspan.config.features import PatchesSection
 from dpspan.config.methods import AnyMethod
 from dpspan.config.models import AnyModel
 from dpspan.config.training import AnyTrainable, TrainingSection, WarmStartSection
@@ -99,6 +100,7 @@ class Config(Section):
     """A run."""
 
     data: DataSection
+    features: PatchesSection | None = None
     model: AnyModel
     method: AnyMethod
     budget: BudgetSection
@@ -113,6 +115,7 @@ class Config(Section):
         named = {
             "method.public": getattr(self.method, "public", None),
             "warm_start.public": self.warm_start.public if self.warm_start else None,
+            "features.public": self.features.public if self.features else None,
         }
         for at, name in named.items():
             if name is not None and name not in self.data.public:

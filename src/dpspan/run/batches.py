@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 Samples = tuple[Tensor, ...]
 
 
 class _Records(Dataset[Samples]):
-    def __init__(self, tensors: Samples) -> None:
-        self._tensors = tensors
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+        self._tensors = dataset.tensors
 
     def __len__(self) -> int:
         return len(self._tensors[0])
@@ -31,6 +32,6 @@ def _collate(batch: Samples | list[Samples]) -> Samples:
     return batch if isinstance(batch, tuple) else tuple(default_collate(batch))
 
 
-def in_batches(tensors: Samples, batch_size: int) -> DataLoader[Any]:
+def in_batches(dataset: TensorDataset, batch_size: int) -> DataLoader[Any]:
     """A loader over tensors."""
-    return DataLoader(_Records(tensors), batch_size=batch_size, collate_fn=_collate)
+    return DataLoader(_Records(dataset), batch_size=batch_size, collate_fn=_collate)

@@ -82,6 +82,7 @@ class RunFolder:
         self.diagnostics = self.path / "diagnostics.jsonl"
         self.certificate = self.path / "certificate.json"
         self.model = self.path / "model.safetensors"
+        self.features = self.path / "features.safetensors"
         self.audit = self.path / "audit.json"
 
     @property

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader
 from dpspan.config import Config
 from dpspan.data import Loaded, load
 from dpspan.data.source import Source
+from dpspan.patches import PatchFeatures
 from dpspan.public import PublicData
 from dpspan.run.batches import in_batches
+from dpspan.run.features import layer_of, public_seen_by, records_seen_by
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import Trainable, train_only
 
@@ -34,14 +37,18 @@ class Parts:
     model: nn.Module
     trainable: Trainable | None
     device: torch.device
+    layer: PatchFeatures | None  # what all of these data have been through
 
     def loader(self, batch_size: int) -> DataLoader[Any]:
         """The private data in batches."""
-        return in_batches(self.private.tensors, batch_size)
+        return in_batches(self.private.dataset, batch_size)
 
 
-def make_parts(config: Config) -> Parts:
-    """Read the data and build the model; refuse what would make the guarantee an empty one."""
+def make_parts(config: Config, *, features: Path | None = None) -> Parts:
+    """Read the data and build the model; refuse what would make the guarantee an empty one.
+
+    A frozen layer is read from the file `features` if there is one, and learnt otherwise.
+    """
     device = device_of(config)
     private = _load("data.private", config.data.private, config, labelled=True)
     public = {name: _load_public(name, config, private) for name in config.data.public}
@@ -50,6 +57,13 @@ def make_parts(config: Config) -> Parts:
         test = _load("data.test", config.data.test, config, labelled=True, like=private)
         _check_test(test, private, declared_public=config.data.test_is_public)
     _warn_of_weak_promises(config, len(private.dataset))
+    layer = None
+    if config.features is not None:
+        seed = config.training.seed
+        layer = layer_of(config.features, public, seed=seed, device=device, kept=features)
+        private = records_seen_by(layer, private)
+        public = {name: public_seen_by(layer, data) for name, data in public.items()}
+        test = None if test is None else records_seen_by(layer, test)
     with torch.random.fork_rng():
         torch.manual_seed(config.training.seed)
         model = new_model(config, private).to(device)
@@ -61,6 +75,7 @@ def make_parts(config: Config) -> Parts:
         model=model,
         trainable=trainable_of(config),
         device=device,
+        layer=layer,
     )
 
 

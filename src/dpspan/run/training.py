@@ -117,7 +117,7 @@ class _Run:
         self._config, self._folder = config, folder
         self._ledger = run_ledger(config, folder)
         self._saved = _saved(folder, config)
-        self._parts = make_parts(config)
+        self._parts = make_parts(config, features=self._kept_features())
         self._criterion = nn.CrossEntropyLoss()
         self._unprivate = _Unprivate() if config.output.unprivate_metrics else None
         self._scalars = Scalars(folder.path) if config.output.tensorboard else None
@@ -138,6 +138,17 @@ class _Run:
             self._engine.note_unprivate("results on test data not declared public were written")
 
     # -- setting up -----------------------------------------------------------------------------
+
+    def _kept_features(self) -> Path | None:
+        """The layer of the run that goes on; one that begins learns its own."""
+        if self._config.features is None or self._saved is None:
+            return None
+        if not self._folder.features.exists():
+            raise FileNotFoundError(
+                f"{self._folder.features} is missing, without which the model means nothing. "
+                "Restore it, or train anew in another folder."
+            )
+        return self._folder.features
 
     def _make_private(self) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         config, parts = self._config, self._parts
@@ -240,6 +251,8 @@ class _Run:
         """Whether it was stopped."""
         loader, every = self._loader, self._config.output.checkpoint_every
         if self._saved is None:
+            if self._parts.layer is not None:
+                self._parts.layer.save(self._folder.features)
             self._save()  # a run that dies early finds its public training, and its price, again
         while loader.epoch < self._config.training.epochs:
             before = self._step

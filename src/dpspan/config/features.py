@@ -1,0 +1,43 @@
+"""The `features` section: a frozen layer, learnt from public data, that the model comes after."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from dpspan.patches import PatchFeatures
+from dpspan.public import PublicData
+from dpspan.section import Count, Counts, Section
+
+
+class PatchesSection(Section):
+    """`PatchFeatures` of the public data of that name, whose labels are not used."""
+
+    name: Literal["patches"] = "patches"
+    public: str
+    filters: Count = 1200
+    size: Annotated[Counts, Field(min_length=1)] = (4, 6, 9)
+    grid: Count = 2
+    threshold: Annotated[float, Field(ge=0, lt=100)] = 0.25
+    mirror: bool = True
+    power: Annotated[float, Field(gt=0, le=1)] = 0.6
+    directions: Count = 1000
+    whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
+
+    def learn(self, public: PublicData, *, seed: int, device: torch.device | str) -> PatchFeatures:
+        """The layer."""
+        return PatchFeatures.learn(
+            public,
+            filters=self.filters,
+            size=self.size,
+            grid=self.grid,
+            threshold=self.threshold,
+            mirror=self.mirror,
+            power=self.power,
+            directions=self.directions,
+            whitening=self.whitening,
+            seed=seed,
+            device=device,
+        )
