@@ -2,9 +2,10 @@
 
 Counts the floating-point operations of products and convolutions in a step, and the bytes that its
 kernels read and write; and measures how fast this machine multiplies large matrices and copies
-memory. A step takes at least the longer of the two: its floor. The work of a method beyond that of
-the non-private step is what privacy costs in this implementation; the time beyond its own floor is
-small kernels, launches and Python.
+memory. A step takes about the longer of the two at least: its floor, an estimate, as what stays in
+a cache counts as memory here. The work of a method beyond that of the non-private step is what
+privacy costs in this implementation; the time beyond its own floor is small kernels, launches and
+Python.
 """
 
 from __future__ import annotations
@@ -47,9 +48,20 @@ class Traffic(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _moves_nothing(func):
-            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-            self.bytes += sum(map(_size, tensors))
+            written = sum(map(_size, _tensors(result)))
+            read = [_size(tensor) for tensor in _tensors((args, kwargs))]
+            name = func._schema.name
+            if name in OVERWRITING:
+                read = read[1:]  # the first one is what is written
+            elif name in PICKING:
+                read = [min(size, written) for size in read]
+            self.bytes += written + sum(read)
         return result
+
+
+OVERWRITING = {"aten::fill_", "aten::zero_", "aten::copy_", "aten::normal_", "aten::uniform_"}
+PICKING = {"aten::index", "aten::index_select", "aten::gather", "aten::embedding"}
+NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
 
 
 def _moves_nothing(func: Any) -> bool:
@@ -57,7 +69,11 @@ def _moves_nothing(func: Any) -> bool:
     schema = func._schema
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
     views = bool(aliases) and not any(alias.is_write for alias in aliases)
-    return views or schema.name.startswith(("aten::empty", "aten::new_empty", "aten::_unsafe"))
+    return views or schema.name.startswith(NOTHING)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _size(tensor: Tensor) -> int:

@@ -79,8 +79,8 @@ def floors_table(results: dict[str, Any]) -> str:
     best = results["peaks"]
     lines = [
         f"**Floors, {_place(results)}**: products and convolutions at {best['flops'] / 1e12:,.2f} "
-        f"TFLOP/s, memory at {best['bytes'] / 1e9:,.0f} GB/s, as measured there; a step's floor is "
-        "the longer of the two\n",
+        f"TFLOP/s, memory at {best['bytes'] / 1e9:,.0f} GB/s, as measured there; the floor of "
+        "a step is the longer of the two, an estimate\n",
         _line(["", "", "GFLOP", "GB", "floor, ms", "measured, ms", "measured / floor"]),
         _line(["---"] * 7),
     ]

@@ -26,7 +26,7 @@ from dpspan.trainable import train_only
 from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
-from experiments.patches import PatchesModel, public_seen_by, seen_by
+from experiments.patches import PatchesModel, seen_by
 from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
 from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
@@ -69,7 +69,7 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
             private=(private := seen_by(layer, private)),
             held_out=seen_by(layer, held_out),
             test=seen_by(layer, test),
-            public={name: public_seen_by(layer, each) for name, each in data.public.items()},
+            public={name: dpspan.encode_public(layer, each) for name, each in data.public.items()},
         )
     model = _model(experiment, row, data, before, run.seed, place)
     trained = _Trained(model)

@@ -36,14 +36,6 @@ AnyExperimentModel = Annotated[AnyModel | PatchesModel, Field(discriminator="nam
 
 
 @torch.no_grad()
-def public_seen_by(layer: PublicLayer, public: PublicData) -> PublicData:
-    """The same of public data, as a method that follows the layer wants them."""
-    inputs, *labels = public.batches[0]
-    parts = [layer(part.to(next(layer.buffers()).device)).cpu() for part in inputs.split(512)]
-    return PublicData.of((torch.cat(parts), *labels), name=public.name)
-
-
-@torch.no_grad()
 def seen_by(layer: PublicLayer, images: Images) -> Images:
     """What the layer makes of each image; images without any stay as they are."""
     parts = [layer(part) for part in images.x.split(512)]

@@ -133,6 +133,13 @@ class TestFloors:
         _, moved = floors.work(lambda: one.expand(100).clone())
         assert moved == 4 + 400
 
+    def test_what_is_overwritten_or_not_picked_is_not_read(self) -> None:
+        a, b, table = torch.zeros(10), torch.ones(10), torch.ones(1000, 2)
+        assert floors.work(lambda: a.fill_(1.0)) == (0, 40)
+        assert floors.work(lambda: a.copy_(b)) == (0, 80)
+        rows = torch.tensor([3, 5])
+        assert floors.work(lambda: table.index_select(0, rows)) == (0, 3 * 16)
+
     def test_groups_of_a_convolution_count_as_samples_do(self) -> None:
         x, grad = torch.randn(5, 3, 8, 8), torch.randn(5, 4, 6, 6)
         rest = (None, (1, 1), (0, 0), (1, 1), False, (0, 0))

@@ -17,7 +17,7 @@ from digits import config, settings, write_npz
 from dpspan.cli.app import app
 from dpspan.config.features import PatchesSection
 from dpspan.patches import PatchFeatures
-from dpspan.run import RunFolder, train
+from dpspan.run import Progress, RunFolder, train
 from dpspan.run.parts import make_parts
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
@@ -45,6 +45,7 @@ def test_the_section_has_the_layers_defaults(folder: Path) -> None:
     mine = section.model_dump(exclude={"name", "public"})
     assert mine == {name: defaults[name] for name in mine}
     assert set(defaults) - set(mine) == {"seed", "device"}
+    assert section.settings == {**mine, "size": list(section.size)}
 
 
 def test_a_run_trains_what_follows_the_layer(folder: Path) -> None:
@@ -102,10 +103,37 @@ def test_a_layer_that_was_lost_is_missed(folder: Path) -> None:
 
 
 def test_another_layer_is_another_run(folder: Path) -> None:
-    train(config(folder, features=PATCHES, budget=NOISY), stop=lambda: True)
+    chosen = config(folder, features=PATCHES, budget=NOISY)
+    train(chosen, stop=lambda: True)
     other = config(folder, features={**PATCHES, "filters": 21}, budget=NOISY)
     with pytest.raises(ValueError, match="`features` is not as it was"):
         train(other, resume=True)
+    run, public = RunFolder(folder / "run"), make_parts(config(folder, budget=NOISY)).public
+    PatchesSection(**{**PATCHES, "power": 0.9}).learn(public["optin"], seed=0, device="cpu").save(
+        run.features
+    )
+    with pytest.raises(ValueError, match="learnt with other settings"):
+        train(chosen, resume=True)
+    layer = PatchesSection(**PATCHES).learn(public["optin"], seed=0, device="cpu")
+    layer.basis.neg_()  # as another machine might find it
+    layer.save(run.features)
+    with pytest.raises(ValueError, match="is not the layer that the run"):
+        train(chosen, resume=True)
+
+
+def test_a_run_without_a_layer_keeps_none_of_an_earlier_one(folder: Path) -> None:
+    chosen = config(folder, features=PATCHES, budget=NOISY)
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, watch=_interrupted)
+    run = RunFolder(folder / "run")
+    assert run.features.exists()
+    assert train(config(folder, budget=NOISY)).status == "finished"
+    assert not run.features.exists()
+
+
+def _interrupted(progress: Progress) -> None:
+    if progress.step == 1:  # of which nothing was written
+        raise KeyboardInterrupt
 
 
 def test_copies_of_public_images_among_the_records_are_refused(folder: Path) -> None:
@@ -123,9 +151,37 @@ def test_the_public_data_must_be_there(folder: Path) -> None:
         config(folder, features={**PATCHES, "public": "scans"})
 
 
-def test_vectors_have_no_patches(folder: Path) -> None:
+def test_images_may_be_too_small(folder: Path) -> None:
     with pytest.raises(ValueError, match="room for 2 × 2 patches of 9 × 9"):
         train(config(folder, features={"name": "patches", "public": "optin"}, budget=NOISY))
+
+
+def test_vectors_have_no_patches(folder: Path) -> None:
+    with np.load(folder / "digits.npz") as file:
+        flat = {name: a.reshape(len(a), -1) if a.ndim == 3 else a for name, a in file.items()}
+    np.savez(folder / "digits.npz", **flat)
+    with pytest.raises(ValueError, match="to be images of one shape"):
+        train(config(folder, features=PATCHES, budget=NOISY))
+
+
+def test_a_choice_is_of_what_the_layer_sees(folder: Path) -> None:
+    data: Any = settings(folder)["data"]
+    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    data = {**data, "public": {**data["public"], "tested": other}}
+    sections = {
+        "data": data,
+        "features": PATCHES,
+        "method": {"name": "gep", "rank": 4},
+        "choose": {"epsilon": 0.5, "rank": 2, "samples": 20},
+    }
+    budget = {"epsilon": 4.0, "delta": 1e-5, "accountant": "rdp"}
+    assert train(config(folder, budget=budget, **sections)).status == "finished"
+    run = RunFolder(folder / "run")
+    assert "features" in json.loads(run.choice.read_text())["asked"]
+    plain = make_parts(config(folder, data=data, budget=NOISY)).public
+    known = {each.digest for each in plain.values()}
+    used = [r for r in certificate(run)["public"] if "public gradients" in r["detail"]]
+    assert {record["sha256"] for record in used} <= known
 
 
 class TestCommands:
@@ -146,6 +202,8 @@ class TestCommands:
         assert 0.3 < attack["unprivate_success_rate"] < 0.7
         self.dpspan("report", folder / "run")
         assert "PatchFeatures" in (folder / "run" / "report.html").read_text()
+        (folder / "run" / "features.safetensors").unlink()
+        assert "is missing" in self.dpspan("audit", folder / "run", code=1).stderr
 
     def test_compare(self, folder: Path) -> None:
         budget = {"epsilon": 4.0, "delta": 1e-5, "accountant": "rdp"}
@@ -156,9 +214,32 @@ class TestCommands:
         assert (folder / "both" / "features.safetensors").exists()
         found = json.loads((folder / "both" / "one" / "seed-0" / "certificate.json").read_text())
         assert "PatchFeatures" in {record["detail"] for record in found["public"]}
+        (path,) = (folder / "both").glob("public*/seed-0/certificate.json")
+        free = json.loads(path.read_text())
+        assert "PatchFeatures" in {record["detail"] for record in free["public"]}
         other = self.written(folder, "three.yaml", budget=budget, features=None)
         refused = self.dpspan("compare", one, other, "--out", "more", code=1)
         assert "same `features`" in refused.stderr
+
+    def test_a_comparison_keeps_its_layer(self, folder: Path) -> None:
+        budget = {"epsilon": 4.0, "delta": 1e-5, "accountant": "rdp"}
+        one = self.written(folder, "one.yaml", budget=budget)
+        self.dpspan("compare", one, "--out", "both", "--seeds", 1)
+        self.written(folder, "one.yaml", budget=budget, features={**PATCHES, "power": 0.9})
+        refused = self.dpspan("compare", one, "--out", "both", "--seeds", 2, code=1)
+        assert "learnt with other settings" in refused.stderr
+        self.written(folder, "one.yaml", budget=budget)
+        (folder / "both" / "features.safetensors").unlink()
+        refused = self.dpspan("compare", one, "--out", "both", "--seeds", 2, code=1)
+        assert "features.safetensors is missing" in refused.stderr
+
+    def test_compare_leaves_the_folder_of_a_run_alone(self, folder: Path) -> None:
+        self.dpspan("train", self.written(folder, features=None))
+        budget = {"epsilon": 4.0, "delta": 1e-5, "accountant": "rdp"}
+        one = self.written(folder, "one.yaml", budget=budget)
+        refused = self.dpspan("compare", one, "--out", "run", code=1)
+        assert "holds a run" in refused.stderr
+        assert not (folder / "run" / "features.safetensors").exists()
 
     def test_advise_says_that_it_cannot(self, folder: Path) -> None:
         refused = self.dpspan("advise", self.written(folder), "--records", 400, code=1)

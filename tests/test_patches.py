@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import dpspan
 from dpspan import patch_filters, patches
@@ -56,7 +57,9 @@ def slowly(layer: PatchFeatures, image: Tensor) -> Tensor:
     found = responses_slowly(layer.responses, image)
     if layer.responses.mirror:
         found = (found + responses_slowly(layer.responses, image.flip(2))) / 2
-    vector = (found.flatten() ** layer.power - layer.mean.double()) @ layer.basis.double()
+    vector = (
+        found.flatten() ** layer.settings["power"] - layer.mean.double()
+    ) @ layer.basis.double()
     return vector / vector.norm()
 
 
@@ -261,21 +264,25 @@ class TestEncode:
         assert torch.allclose(inputs, learnt(private.tensors[0]), atol=1e-4)
         assert torch.equal(labels, torch.arange(23))
 
-    @pytest.mark.parametrize("part", [False, True])
-    def test_the_public_images_are_on_record(self, learnt: PatchFeatures, part: bool) -> None:
+    def test_a_record_does_not_tell_how_many_others_there_are(self, learnt: PatchFeatures) -> None:
+        seen = images(23, seed=3)
+
+        def features(count: int) -> Tensor:
+            private = TensorDataset(seen[:count], torch.arange(count))
+            inputs: Tensor = dpspan.encode(learnt, private, batch_size=10).tensors[0]
+            return inputs
+
+        whole = features(23)
+        for count in (22, 21, 11):
+            assert torch.equal(features(count), whole[:count])  # to the last bit
+
+    @pytest.mark.parametrize("form", ["all", "part", "parts"])
+    def test_the_public_images_are_on_record(self, learnt: PatchFeatures, form: str) -> None:
         private = TensorDataset(images(64, seed=5), torch.arange(64) % 2)
         encoded = dpspan.encode(learnt, private, progress=False)
-        engine = dpspan.PrivacyEngine()
-        model = nn.Linear(30, 2)
-        engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            data_loader=DataLoader(
-                Subset(encoded, range(40)) if part else encoded, batch_size=16, shuffle=True
-            ),
-            criterion=nn.CrossEntropyLoss(),
-            noise_multiplier=1.0,
-        )
+        half = Subset(encoded, range(40))
+        forms = {"all": encoded, "part": half, "parts": ConcatDataset([half, encoded])}
+        engine = behind(forms[form])
         (record,) = engine.certificate(1e-5)["public"]
         assert (record["sha256"], record["detail"]) == (learnt.public.digest, "PatchFeatures")
 
@@ -285,9 +292,77 @@ class TestEncode:
         with pytest.raises(ValueError, match="also occur in the private dataset"):
             dpspan.encode(learnt, TensorDataset(private, torch.arange(20)))
 
-    def test_records_need_labels(self, learnt: PatchFeatures) -> None:
+    def test_a_methods_public_data_are_told_by_their_images(self, learnt: PatchFeatures) -> None:
+        private, public = images(64, seed=5), images(30, seed=6)
+        encoded = dpspan.encode(learnt, TensorDataset(private, torch.arange(64) % 2))
+        seen = dpspan.encode_public(learnt, dpspan.PublicData.of(public, name="scans"))
+        assert torch.allclose(seen.batches[0][0], learnt(public), atol=1e-4)
+        engine = behind(encoded, dpspan.GEP(public=seen, rank=3))
+        digests = {
+            record["name"]: record["sha256"] for record in engine.certificate(1e-5)["public"]
+        }
+        assert digests["scans"] == dpspan.PublicData.of(public).digest
+        public[4] = private[9]
+        leaked = dpspan.encode_public(learnt, public, batch_size=7)
+        with pytest.raises(ValueError, match="1 of the 30 samples"):
+            behind(encoded, dpspan.GEP(public=leaked, rank=3))
+        with pytest.raises(ValueError, match=r"use dpspan\.encode_public"):
+            behind(encoded, dpspan.GEP(public=learnt(public), rank=3))
+
+    def test_labels_go_with_public_data(self, learnt: PatchFeatures) -> None:
+        labels = torch.arange(30)
+        seen = dpspan.encode_public(learnt, (images(30, seed=6), labels), batch_size=8)
+        assert torch.equal(seen.batches[0][1], labels)
+        assert len(seen.raw) == 30
+
+    def test_copies_are_taken_out_before(self, learnt: PatchFeatures) -> None:
+        private = TensorDataset(images(20, seed=5), torch.arange(20))
+        with pytest.raises(ValueError, match="before the private data are encoded"):
+            dpspan.without_public(dpspan.encode(learnt, private), images(3, seed=6))
+
+    def test_what_cannot_be_encoded(self, learnt: PatchFeatures) -> None:
         with pytest.raises(ValueError, match="pairs of an image and a label"):
             dpspan.encode(learnt, TensorDataset(images(20, seed=5)), progress=False)
+        with pytest.raises(ValueError, match="one that has a length"):
+            dpspan.encode(learnt, iter([]))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="is empty"):
+            dpspan.encode(learnt, TensorDataset(images(0, seed=5), torch.arange(0)))
+
+
+def behind(dataset: Dataset[Any], method: Any = None) -> dpspan.PrivacyEngine:
+    """A private run of a linear layer on encoded records."""
+    engine, model = dpspan.PrivacyEngine(), nn.Linear(30, 2)
+    engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset, batch_size=16, shuffle=True),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        method=method or dpspan.DPSGD(clip=1.0),
+    )
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        (torch.rand(2, 1, 14, 14), r"\(n, 3, height, width\) of at least 5 × 5"),
+        (torch.rand(2, 3, 14, 4), r"at least 5 × 5 pixels, like the public ones"),
+        (torch.rand(3, 14, 14), r"got \(3, 14, 14\)"),
+    ],
+)
+def test_images_must_be_like_the_public_ones(
+    learnt: PatchFeatures, seen: Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        learnt(seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float64])
+def test_pixels_of_any_type(dtype: torch.dtype) -> None:
+    public, seen = ((255 * images(n, seed=n)).round().clamp(0, 255) for n in (40, 6))
+    layer = PatchFeatures.learn(public.to(dtype), filters=8, size=4, directions=9)
+    assert torch.equal(layer(seen.to(dtype)), layer(seen))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +370,7 @@ class TestEncode:
     [
         (torch.rand(20, 30), {}, "images of one shape"),
         (torch.rand(1, 3, 14, 14), {}, "at least two images"),
+        (torch.rand(20, 1, 14, 14), {"size": (1, 4)}, "patches of more than one number"),
         (torch.rand(20, 3, 6, 6), {"size": 6}, "room for 2 × 2 patches of 6 × 6"),
         (torch.zeros(20, 3, 14, 14), {}, "All pixels .* are alike"),
         (images(1, seed=0).expand(20, -1, -1, -1), {}, "All images .* are alike"),

@@ -17,7 +17,8 @@ from .clipping import FlatClipping as FlatClipping
 from .comparison import Contender as Contender
 from .comparison import Task as Task
 from .comparison import compare as compare
-from .encoded import encode as encode
+from .encoding import encode as encode
+from .encoding import encode_public as encode_public
 from .engine import PrivacyEngine as PrivacyEngine
 from .errors import BudgetExceeded as BudgetExceeded
 from .errors import CaptureError as CaptureError

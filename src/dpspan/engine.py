@@ -21,7 +21,7 @@ from dpspan.certificate import certificate, write_certificate
 from dpspan.checkpoint import load_file, save_file
 from dpspan.checks import check_count
 from dpspan.criterion import check_reduction, watch
-from dpspan.encoded import encoded_by
+from dpspan.encoded import encodings
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
@@ -214,8 +214,7 @@ class PrivacyEngine:
             detail = f"{type(method).__name__}: public gradients"
             self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         made_by = [(layer.public, type(layer).__name__) for layer in layers]
-        if (encoded := encoded_by(data_loader.dataset)) is not None:
-            made_by.append((encoded.public, encoded.layer))
+        made_by += [(each.public, each.layer) for each in encodings(data_loader.dataset)]
         for data, detail in made_by:
             self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
         charged_passes: set[int] = set()

@@ -96,6 +96,16 @@ class PatchResponses(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """A piece of the batch at a time: the responses of all filters are large."""
+        first = self._each()[0].filters
+        largest_size = max(bank.filters.shape[-1] for bank in self._each())
+        room = largest_size + self.grid - 1
+        fits = images.dim() == 4 and images.shape[1] == first.shape[1]
+        if not fits or min(images.shape[2:]) < room:
+            raise ValueError(
+                f"Expected images (n, {first.shape[1]}, height, width) of at least {room} × {room} "
+                f"pixels, like the public ones, got {tuple(images.shape)}."
+            )
+        images = images.to(first.dtype)
         numbers = _CPU_RESPONSES if images.device.type == "cpu" else _GPU_RESPONSES
         largest = max(len(bank.filters) for bank in self._each())
         piece = max(1, numbers // (largest * images.shape[2:].numel()))

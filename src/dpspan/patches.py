@@ -8,10 +8,11 @@ hence so should be the features. Each image is treated by itself, by constants o
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,6 +48,15 @@ class PublicLayer(nn.Module):
             )
         return self._public
 
+    @property
+    def digest(self) -> str:
+        """sha256 of its numbers: another layer, be it by a last bit, has another one."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            found.update(f"{name};{tuple(tensor.shape)};".encode())
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
+
 
 class PatchFeatures(PublicLayer):
     """(n, channels, height, width) to (n, directions) of length 1; made by `PatchFeatures.learn`.
@@ -74,10 +84,10 @@ class PatchFeatures(PublicLayer):
         mean: Tensor,
         basis: Tensor,
         *,
-        power: float,
+        settings: Mapping[str, Any],
     ) -> None:
         super().__init__(public)
-        self.responses, self.power = responses, power
+        self.responses, self.settings = responses, dict(settings)  # those of `learn`
         self.register_buffer("mean", mean)
         self.register_buffer("basis", basis)
 
@@ -117,10 +127,22 @@ class PatchFeatures(PublicLayer):
         expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
         expect(0 < check_number("power", power) <= 1, "0 < power <= 1", power)
         data = PublicData.of(public)
-        images, responses = _learnt(data, filters, size, grid, threshold, mirror, seed, device)
+        sizes = (size,) if isinstance(size, int) else tuple(size)
+        images, responses = _learnt(data, filters, sizes, grid, threshold, mirror, seed, device)
         means = torch.cat([responses(part).flatten(1) for part in _moved(images)])
         found = _directions(means.pow_(power), directions, whitening)
-        return cls(data, responses, *found, power=power)
+        settings = {
+            "filters": filters,
+            "size": list(sizes),
+            "grid": grid,
+            "threshold": threshold,
+            "mirror": mirror,
+            "power": power,
+            "directions": directions,
+            "whitening": whitening,
+            "seed": seed,
+        }
+        return cls(data, responses, *found, settings=settings)
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, directions), each of length 1 (or 0)."""
@@ -129,52 +151,52 @@ class PatchFeatures(PublicLayer):
                 "Expected images that nothing trainable has changed: PatchFeatures passes no "
                 "gradient on. Put it first, or freeze what comes before it."
             )
-        features = self.responses(images).flatten(1).pow_(self.power)
+        features = self.responses(images).flatten(1).pow_(self.settings["power"])
         return normalize((features - self.mean) @ self.basis)
 
     def save(self, path: str | Path) -> None:
         """Write it to a safetensors file, without the public images."""
-        responses, public = self.responses, self.public
-        settings = {
-            "grid": responses.grid,
-            "threshold": responses.threshold,
-            "mirror": responses.mirror,
-            "power": self.power,
+        public = self.public
+        about = {
+            "settings": self.settings,
             "public": {"name": public.name, "sha256": public.digest, "count": public.count},
         }
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}
         with replacing(Path(path), what="the features") as temporary:
-            save_file(tensors, temporary, metadata={_FORMAT: json.dumps(settings)})
+            save_file(tensors, temporary, metadata={_FORMAT: json.dumps(about)})
 
     @classmethod
     def load(cls, path: str | Path, public: object | None = None) -> Self:
         """Read it again; with the same public data also for private training, else for use only."""
         try:
             with safe_open(path, framework="pt") as file:
-                settings = json.loads((file.metadata() or {})[_FORMAT])
+                about = json.loads((file.metadata() or {})[_FORMAT])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (KeyError, SafetensorError) as error:
             raise ValueError(f"{path} holds no {cls.__name__}, or a damaged one.") from error
         data = None if public is None else PublicData.of(public)
-        learnt_from = settings.pop("public")
+        settings, learnt_from = about["settings"], about["public"]
         if data is not None and data.digest != learnt_from["sha256"]:
             raise ValueError(
                 f"Expected the public data that {path} was learnt from, {learnt_from['count']} "
-                f"samples called '{learnt_from['name']}', got others."
+                f"samples called '{learnt_from['name']}', got others (with or without labels "
+                "counts, too)."
             )
-        power = settings.pop("power")
-        responses = PatchResponses.of(tensors, prefix="responses.", **settings)
-        return cls(data, responses, tensors["mean"], tensors["basis"], power=power)
+        grid, threshold, mirror = (settings[name] for name in ("grid", "threshold", "mirror"))
+        responses = PatchResponses.of(
+            tensors, prefix="responses.", grid=grid, threshold=threshold, mirror=mirror
+        )
+        return cls(data, responses, tensors["mean"], tensors["basis"], settings=settings)
 
     def extra_repr(self) -> str:
         """For the model's printout."""
-        return f"power={self.power}, {self.basis.shape[1]} directions"
+        return f"power={self.settings['power']}, {self.basis.shape[1]} directions"
 
 
 def _learnt(
     data: PublicData,
     filters: int,
-    size: int | Sequence[int],
+    sizes: tuple[int, ...],
     grid: int,
     threshold: float,
     mirror: bool,
@@ -182,8 +204,7 @@ def _learnt(
     device: torch.device | str,
 ) -> tuple[Tensor, PatchResponses]:
     """The public images, and the filters that they give."""
-    sizes = (size,) if isinstance(size, int) else tuple(size)
-    expect(bool(sizes), "at least one size", size)
+    expect(bool(sizes), "at least one size", sizes)
     for each in sizes:
         check_count("size", each)
     check_count("grid", grid)
@@ -191,7 +212,7 @@ def _learnt(
     expect(0 <= check_number("threshold", threshold) < 100, "0 <= threshold < 100", threshold)
     expect(isinstance(mirror, bool), "mirror to be True or False", mirror)
     expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", seed)
-    images = _images(data, max(sizes), grid).to(device)
+    images = _images(data, min(sizes), max(sizes), grid).to(device)
     if not images.std() > 0:
         raise ValueError(f"All pixels of the public data '{data.name}' are alike: give images.")
     if bool((images == images[:1]).all()):
@@ -208,7 +229,7 @@ def _learnt(
     return images, responses
 
 
-def _images(data: PublicData, size: int, grid: int) -> Tensor:
+def _images(data: PublicData, smallest: int, size: int, grid: int) -> Tensor:
     """All of them, checked."""
     inputs = data.batches[0][0]
     if len(data.batches) > 1 or not isinstance(inputs, Tensor) or inputs.dim() != 4:
@@ -216,6 +237,8 @@ def _images(data: PublicData, size: int, grid: int) -> Tensor:
             f"Expected the public data '{data.name}' to be images of one shape, (n, channels, "
             "height, width). Patches are cut out of those."
         )
+    if inputs.shape[1] * smallest**2 < 2:
+        raise ValueError("Expected patches of more than one number: give a larger size.")
     side = min(inputs.shape[2:])
     if side - size + 1 < grid or len(inputs) < 2:
         raise ValueError(

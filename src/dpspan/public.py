@@ -29,6 +29,7 @@ from torch.utils.data import (
 )
 
 from dpspan.checks import check_count, expect
+from dpspan.encoded import encodings
 from dpspan.sampling import PrivateLoader
 
 _LABEL_KEYS = ("labels", "label")
@@ -60,6 +61,8 @@ class PublicData:
     digest: str  # sha256 over dtypes, shapes and bytes of inputs and labels, sample by sample
     batches: tuple[tuple[Any, ...], ...] = field(repr=False, compare=False)  # (inputs[, labels])
     largest_piece: int = field(repr=False, compare=False)
+    # Of data that a frozen layer has been applied to: the fingerprints before (`encode_public`).
+    raw: tuple[bytes, ...] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, source: object, *, name: str = "public") -> PublicData:
@@ -392,8 +395,22 @@ def refuse_overlap(
     mask marks all hide one, and so does a column that numbers the records. The outcome depends on
     private data, so it is an error for the operator to read, never part of a log or certificate.
     """
+    encoded = encodings(private)
+    if not encoded:
+        refuse_copies(public, _private_fingerprints(private, collate_fn))
+        return
+    if public.raw is None:
+        raise ValueError(
+            f"The private data are encoded, the public data '{public.name}' are not, or not so "
+            "that copies could be told: use dpspan.encode_public(layer, public)."
+        )
+    refuse_copies(public, (fingerprint for each in encoded for fingerprint in each.raw))
+
+
+def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
+    """ValueError if public samples have the fingerprints of private records."""
     known = _public_fingerprints(public)
-    private_copies = set(known).intersection(_private_fingerprints(private, collate_fn))
+    private_copies = set(known).intersection(private)
     copied = [index for index, fingerprint in enumerate(known) if fingerprint in private_copies]
     if copied:
         raise ValueError(
@@ -421,6 +438,8 @@ def without_public(
         >>> len(dpspan.without_public(records, torch.tensor([[3.0], [4.0]])))
         8
     """
+    if encodings(private):
+        raise ValueError("Take copies of public samples out before the private data are encoded.")
     known = set(_public_fingerprints(PublicData.of(public)))
     return Subset(
         private,
@@ -432,7 +451,9 @@ def without_public(
     )
 
 
-def _public_fingerprints(public: PublicData) -> list[bytes]:
+def _public_fingerprints(public: PublicData) -> Sequence[bytes]:
+    if public.raw is not None:
+        return public.raw
     return [
         fingerprint
         for _, inputs, _ in public.pieces(_COMPARED)

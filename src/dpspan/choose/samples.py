@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,8 @@ def drawn(source: object, samples: int, *, seed: int, name: str) -> PublicData:
     data = replace(PublicData.of(source, name=name), name=name)
     if data.count <= samples:
         return data
-    return _held(name, _batches(data, _chosen(data.count, samples, seed)))
+    chosen = _chosen(data.count, samples, seed)
+    return _known_by(_held(name, _batches(data, chosen)), _fingerprints(data, chosen))
 
 
 def combined(
@@ -54,7 +56,8 @@ def combined(
         classes += 1 + int(max(labels.max() for labels in numbers))
     if len({len(batch) for batch in batches}) > 1:
         batches = [batch[:1] for batch in batches]
-    return _held(name, iter(batches))
+    raw = [print_ for part in parts for print_ in part.raw or ()]
+    return _known_by(_held(name, iter(batches)), raw if all(part.raw for part in parts) else None)
 
 
 def _chosen(count: int, samples: int, seed: int) -> Tensor:
@@ -71,6 +74,17 @@ def _held(name: str, batches: Iterator[tuple[Any, ...]]) -> PublicData:
     ready: Any = list(batches)
     loader: Any = DataLoader(ready, batch_size=None, generator=torch.Generator())
     return PublicData.of(loader, name=name)
+
+
+def _fingerprints(data: PublicData, chosen: Tensor) -> list[bytes] | None:
+    return None if data.raw is None else [data.raw[index] for index in chosen.tolist()]
+
+
+def _known_by(data: PublicData, raw: Sequence[bytes] | None) -> PublicData:
+    """Data that a layer has been applied to are known by what they were before."""
+    if raw is None:
+        return data
+    return replace(data, raw=tuple(raw), digest=hashlib.sha256(b"".join(raw)).hexdigest())
 
 
 def _are_classes(labels: Any) -> bool:

@@ -39,7 +39,8 @@ def audit_command(
             "records by. Audit what `dpspan train` makes of that configuration: one more release."
         )
     settings = load_config(folder.config)
-    parts = make_parts(settings, features=folder.features)
+    kept = folder.kept_features(wanted=settings.features is not None)
+    parts = make_parts(settings, features=kept)
     if parts.test is None:
         raise ValueError(
             "The attack compares private records with others of the same kind: name such data "

@@ -37,15 +37,11 @@ def compare_command(
     from dpspan.cli.tasks import contender_of, task_of
     from dpspan.comparison import compare, verdicts
     from dpspan.mechanisms import DPSGD
-    from dpspan.run.parts import make_parts
     from dpspan.transfer import WarmStart
 
     settings = _read(configs)
     first = next(iter(settings.values()))
-    kept = to / "features.safetensors"
-    parts = make_parts(first, features=kept)
-    if parts.layer is not None and not kept.exists():
-        parts.layer.save(kept)
+    parts = _parts(first, to)
     assert parts.test is not None
     public = dict(parts.public)
     chosen, paid = _choice(settings.values(), parts, to)
@@ -121,6 +117,24 @@ def _read(paths: list[Path]) -> dict[str, Config]:
     if first.budget.epsilon is None:
         raise ValueError("Expected budget.epsilon: what is compared has one price.")
     return settings
+
+
+def _parts(config: Config, to: Path) -> Parts:
+    """What all rows share; a frozen layer is learnt once for the folder."""
+    from dpspan.comparison.folder import locked
+    from dpspan.run.folder import RunFolder, is_comparison
+    from dpspan.run.parts import make_parts
+
+    if config.features is None:
+        return make_parts(config)
+    with locked(to):
+        folder = RunFolder(to)
+        begun = is_comparison(to) or folder.features.exists()
+        parts = make_parts(config, features=folder.kept_features(wanted=begun))
+        if not begun:
+            assert parts.layer is not None
+            parts.layer.save(folder.features)
+    return parts
 
 
 def _choice(

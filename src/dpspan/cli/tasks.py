@@ -63,8 +63,14 @@ def task_of(
         accountant=config.budget.accountant,
         physical_batch_size=config.training.physical_batch_size,
         device=device_of(config),
-        about=config.model_dump(mode="json", include={"data", "features", "model", "trainable"}),
+        about=_about(config),
     )
+
+
+def _about(config: Config) -> dict[str, Any]:
+    """What all rows share; without a section that older folders do not know, if it is not used."""
+    shared = {"data", "model", "trainable"} | ({"features"} if config.features else set())
+    return config.model_dump(mode="json", include=shared)
 
 
 def warm_start_of(config: Config, public: Mapping[str, PublicData]) -> WarmStart | None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from dpspan.accounting import Budget, account, calibrate_event
 from dpspan.certificate import certificate
 from dpspan.comparison.task import Contender, Task
+from dpspan.encoded import encodings
 from dpspan.engine import PrivacyEngine
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
@@ -185,6 +186,10 @@ def _public_only(
     before = {"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}
     detail = start.summary(start.run(model, task.criterion))
     ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+    for each in encodings(task.private):  # their layer is a part of the model; no record is read
+        ledger.declare_public(
+            each.public.name, each.public.digest, each.public.count, detail=each.layer
+        )
     after = {"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}
     _note_test(task, ledger)
     return Outcome(

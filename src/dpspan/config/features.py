@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -26,18 +26,13 @@ class PatchesSection(Section):
     directions: Count = 1000
     whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the layer is learnt with."""
+        fields = set(PatchesSection.model_fields) - {"name", "public"}
+        found: dict[str, Any] = self.model_dump(mode="json", include=fields)
+        return found
+
     def learn(self, public: PublicData, *, seed: int, device: torch.device | str) -> PatchFeatures:
         """The layer."""
-        return PatchFeatures.learn(
-            public,
-            filters=self.filters,
-            size=self.size,
-            grid=self.grid,
-            threshold=self.threshold,
-            mirror=self.mirror,
-            power=self.power,
-            directions=self.directions,
-            whitening=self.whitening,
-            seed=seed,
-            device=device,
-        )
+        return PatchFeatures.learn(public, **self.settings, seed=seed, device=device)

@@ -39,7 +39,7 @@ _GROUPED_CONVOLUTION_CHANNELS = 8
 class Patches:
     """Row i is Σ_t b_it ⊗ a_it over output positions t, a_t the patch of the input x under t.
 
-    The patches are never stored: they repeat every input number up to once per kernel entry.
+    The patches are never kept: they repeat every input number up to once per kernel entry.
     """
 
     x: Tensor  # (n, channels, …)

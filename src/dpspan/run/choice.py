@@ -26,6 +26,8 @@ def chosen_public(
         "settings": config.choose.model_dump(mode="json"),
         "candidates": {name: data.digest for name, data in parts.public.items()},
     }
+    if config.features is not None:
+        asked["features"] = config.features.model_dump(mode="json")
     if folder.choice.exists():
         made: dict[str, Any] = read_json(folder.choice)
         if made.get("asked") != asked:

@@ -133,6 +133,17 @@ class RunFolder:
             if message not in document["warnings"]:
                 self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
 
+    def kept_features(self, wanted: bool) -> Path | None:
+        """The layer of a run that has begun; None if it has none, an error if it was lost."""
+        if not wanted:
+            return None
+        if not self.features.exists():
+            raise FileNotFoundError(
+                f"{self.features} is missing, without which the model means nothing. Restore it, "
+                "or train anew in another folder."
+            )
+        return self.features
+
     def write_model(self, model: nn.Module) -> None:
         """The weights, for any program that reads safetensors."""
         with replacing(self.model, what="the model") as temporary:

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from dpspan.config import Config
 from dpspan.data import Loaded, load
 from dpspan.data.source import Source
+from dpspan.encoding import encode_public
 from dpspan.patches import PatchFeatures
 from dpspan.public import PublicData
 from dpspan.run.batches import in_batches
-from dpspan.run.features import layer_of, public_seen_by, records_seen_by
+from dpspan.run.features import layer_of, seen_by
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import Trainable, train_only
 
@@ -47,7 +48,7 @@ class Parts:
 def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
-    A frozen layer is read from the file `features` if there is one, and learnt otherwise.
+    A frozen layer is read from the file `features`; without one it is learnt.
     """
     device = device_of(config)
     private = _load("data.private", config.data.private, config, labelled=True)
@@ -61,9 +62,9 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     if config.features is not None:
         seed = config.training.seed
         layer = layer_of(config.features, public, seed=seed, device=device, kept=features)
-        private = records_seen_by(layer, private)
-        public = {name: public_seen_by(layer, data) for name, data in public.items()}
-        test = None if test is None else records_seen_by(layer, test)
+        private = seen_by(layer, private)
+        public = {name: encode_public(layer, data) for name, data in public.items()}
+        test = None if test is None else seen_by(layer, test)
     with torch.random.fork_rng():
         torch.manual_seed(config.training.seed)
         model = new_model(config, private).to(device)

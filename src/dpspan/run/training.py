@@ -117,7 +117,10 @@ class _Run:
         self._config, self._folder = config, folder
         self._ledger = run_ledger(config, folder)
         self._saved = _saved(folder, config)
-        self._parts = make_parts(config, features=self._kept_features())
+        goes_on = self._saved is not None
+        kept = folder.kept_features(wanted=goes_on and config.features is not None)
+        self._parts = make_parts(config, features=kept)
+        self._features = None if self._parts.layer is None else self._parts.layer.digest
         self._criterion = nn.CrossEntropyLoss()
         self._unprivate = _Unprivate() if config.output.unprivate_metrics else None
         self._scalars = Scalars(folder.path) if config.output.tensorboard else None
@@ -138,17 +141,6 @@ class _Run:
             self._engine.note_unprivate("results on test data not declared public were written")
 
     # -- setting up -----------------------------------------------------------------------------
-
-    def _kept_features(self) -> Path | None:
-        """The layer of the run that goes on; one that begins learns its own."""
-        if self._config.features is None or self._saved is None:
-            return None
-        if not self._folder.features.exists():
-            raise FileNotFoundError(
-                f"{self._folder.features} is missing, without which the model means nothing. "
-                "Restore it, or train anew in another folder."
-            )
-        return self._folder.features
 
     def _make_private(self) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         config, parts = self._config, self._parts
@@ -194,6 +186,11 @@ class _Run:
     def _go_on(self, saved: dict[str, Any]) -> None:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
         folder, state = self._folder, saved["checkpoint_dict"]
+        if state.get("features") != self._features:
+            raise ValueError(
+                f"{folder.features} is not the layer that the run in {folder.path} began with. "
+                "Restore it, or train anew in another folder."
+            )
         record = read_json(folder.ledger)
         lost = steps_beyond(saved["engine"]["ledger"], record)
         if lost is None:
@@ -251,6 +248,7 @@ class _Run:
         """Whether it was stopped."""
         loader, every = self._loader, self._config.output.checkpoint_every
         if self._saved is None:
+            self._folder.features.unlink(missing_ok=True)  # of a run that never came to a step
             if self._parts.layer is not None:
                 self._parts.layer.save(self._folder.features)
             self._save()  # a run that dies early finds its public training, and its price, again
@@ -306,6 +304,7 @@ class _Run:
                 "noise_multiplier": engine.noise_multiplier,
                 "seconds": self._seconds(),
                 "line": self._line,
+                "features": self._features,
             },
         )
         if line is not None:
