@@ -44,7 +44,7 @@ def test_the_section_has_the_layers_defaults(folder: Path) -> None:
     defaults = PatchFeatures.learn.__func__.__kwdefaults__  # type: ignore[attr-defined]
     mine = section.model_dump(exclude={"name", "public"})
     assert mine == {name: defaults[name] for name in mine}
-    assert set(defaults) - set(mine) == {"seed", "device"}
+    assert set(defaults) - set(mine) == {"seed", "device", "progress"}
     assert section.settings == {**mine, "size": list(section.size)}
 
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dpspan.checks import check_count
 from dpspan.encoded import Encoded
 from dpspan.patches import PublicLayer
+from dpspan.progress import watched
 from dpspan.public import Collate, PublicData, fingerprints, refuse_copies
 
 _AT_ONCE = 512
@@ -57,10 +56,8 @@ def encode(
         raise ValueError("Expected a map-style dataset to encode, one that has a length.")
     public = layer.public
     loader = DataLoader(dataset, batch_size=size, collate_fn=collate_fn)
-    console = Console(stderr=True)
-    hidden = not (progress and console.is_terminal)
     inputs, labels, raw = [], [], []
-    for batch in track(loader, "encoding", console=console, disable=hidden, transient=True):
+    for batch in watched(loader, "encoding", shown=progress):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError("Expected pairs of an image and a label in the dataset to encode.")
         raw += fingerprints(batch[0])

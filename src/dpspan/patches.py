@@ -23,8 +23,10 @@ from torch.nn.functional import normalize, pad
 from dpspan.checks import check_count, check_number, expect
 from dpspan.files import replacing
 from dpspan.patch_filters import PatchResponses
+from dpspan.progress import watched
 from dpspan.public import PublicData
 
+_AT_ONCE = 256  # images
 _FORMAT = "dpspan.PatchFeatures"
 _MOVED = 3  # pixels: public images also count moved to either side, which gives more directions
 _ROWS = 8192  # of features, summed at a time
@@ -106,6 +108,7 @@ class PatchFeatures(PublicLayer):
         whitening: float = 0.75,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        progress: bool = True,
     ) -> Self:
         """Learn from public images, whose labels are not looked at.
 
@@ -122,6 +125,7 @@ class PatchFeatures(PublicLayer):
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
             seed: for the patches that are looked at and where k-means starts.
             device: where to compute, and where the result is.
+            progress: show a bar, in a terminal.
         """
         check_count("directions", directions)
         expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
@@ -129,7 +133,9 @@ class PatchFeatures(PublicLayer):
         data = PublicData.of(public)
         sizes = (size,) if isinstance(size, int) else tuple(size)
         images, responses = _learnt(data, filters, sizes, grid, threshold, mirror, seed, device)
-        means = torch.cat([responses(part).flatten(1) for part in _moved(images)])
+        pieces = [piece for moved in _moved(images) for piece in moved.split(_AT_ONCE)]
+        shown = watched(pieces, "learning features", shown=progress)
+        means = torch.cat([responses(piece).flatten(1) for piece in shown])
         found = _directions(means.pow_(power), directions, whitening)
         settings = {
             "filters": filters,
