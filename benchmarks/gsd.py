@@ -49,7 +49,7 @@ def main() -> None:
     memory = measure._peak_of(run, device)
     result = {
         "environment": report.environment(device),
-        "settings": {key: str(value) for key, value in vars(options).items()},
+        "settings": {key: str(value) for key, value in vars(options).items() if key != "out"},
         "seconds": seconds[0],
         "memory": memory,
         "disturbance": bystanders.share(),

@@ -223,7 +223,7 @@ def _layer(row: Row, data: Data, seed: int, place: Place) -> PublicLayer | None:
     """The frozen layer of a row that has one."""
     if not isinstance(row.model, PatchesModel):
         return None
-    return row.model.layer(data.public[row.model.public], seed=seed, device=place.device)
+    return row.model.learn(data.public[row.model.public], seed=seed, device=place.device)
 
 
 def _declared(before: PublicData | None, layer: PublicLayer | None) -> list[tuple[PublicData, str]]:

@@ -8,12 +8,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dpspan import PatchFeatures
 from dpspan.config.features import PatchesSection
 from dpspan.config.models import AnyModel
 from dpspan.models import MLP
 from dpspan.patches import PublicLayer
-from dpspan.public import PublicData
 from dpspan.section import Counts
 from experiments.images import Images
 
@@ -22,10 +20,6 @@ class PatchesModel(PatchesSection):
     """`PatchFeatures` of the public data of that name, and fully connected layers on top."""
 
     hidden: Counts = ()
-
-    def layer(self, public: PublicData, *, seed: int, device: str) -> PatchFeatures:
-        """The frozen layer."""
-        return self.learn(public, seed=seed, device=device)
 
     def head(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """What is trained."""

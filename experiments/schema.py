@@ -22,7 +22,7 @@ from dpspan.config.training import (
 from dpspan.section import Count, Numbers, Positive, Section, Share, Texts
 from experiments.data import AnyData
 from experiments.linear import ConvexSection
-from experiments.patches import AnyExperimentModel
+from experiments.patches import AnyExperimentModel, PatchesModel
 from experiments.pretraining import Pretraining
 
 NON_PRIVATE, PUBLIC_ONLY = "non-private", "public only"
@@ -160,6 +160,8 @@ class TrainingExperiment(Section):
                     self._refuse(name, f"Expected epochs at {sorted(wanted)} (0: no target).")
             if row.warm_start is not None and not row.trains:
                 self._refuse(name, "Expected no warm_start: nothing here would use it.")
+            if isinstance(row.model, PatchesModel) and (row.pretraining or row.trainable):
+                self._refuse(name, "Expected no pretraining or trainable behind a frozen layer.")
             if row.method == PUBLIC_ONLY and row.warm_start is None:
                 self._refuse(name, "Expected a warm_start: that is how public data are used.")
             if isinstance(row.rates, str) and row.rates not in self.rows:

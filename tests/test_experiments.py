@@ -147,6 +147,11 @@ class TestFiles:
                 "undefined alias",
             ),
             ("public: noise, rank: 3", "rank: 3", "Expected method.public"),
+            (
+                "directions: 6}\n    rates: [1.0]",
+                "directions: 6}\n    rates: [1.0]\n    trainable: {name: bias-only}",
+                "Expected no pretraining or trainable behind a frozen layer",
+            ),
             ("epochs: {2.0: 1, 8.0: 2}", "epochs: {2.0: 1}", r"Expected epochs at \[2.0, 8.0\]"),
             ("    rates: [1.0]\n", "    rates: [1.0]\n    warm_start: *warm\n", "no warm_start"),
             ("name: gep", "name: gap", "gap"),
