@@ -149,7 +149,7 @@ class TestFiles:
             ("public: noise, rank: 3", "rank: 3", "Expected method.public"),
             (
                 "directions: 6}\n    rates: [1.0]",
-                "directions: 6}\n    rates: [1.0]\n    trainable: {name: bias-only}",
+                "directions: 6}\n    rates: [1.0]\n    trainable: {name: bias}",
                 "Expected no pretraining or trainable behind a frozen layer",
             ),
             ("epochs: {2.0: 1, 8.0: 2}", "epochs: {2.0: 1}", r"Expected epochs at \[2.0, 8.0\]"),
