@@ -22,7 +22,8 @@ from dpspan.advice.results import conclude
 from dpspan.advice.stand_in import public_of, rehearsal
 from dpspan.comparison import Contender, Task
 from dpspan.events import pure_event
-from dpspan.public import PublicData, fingerprints
+from dpspan.overlap import fingerprints
+from dpspan.public import PublicData
 
 
 class Untouchable(Dataset[Any]):

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from dpspan import demo
 from dpspan.demo import command, data, settings, tuning
-from dpspan.public import PublicData, fingerprints, refuse_overlap
+from dpspan.overlap import fingerprints, refuse_overlap
+from dpspan.public import PublicData
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from dpspan.public import PublicData, fingerprints, move, refuse_overlap, without_public
+from dpspan.overlap import fingerprints, refuse_overlap, without_public
+from dpspan.public import PublicData, move
 from dpspan.sampling import PoissonDraw, PrivateLoader
 
 N = 10

@@ -34,10 +34,10 @@ from .mechanisms import BiasedGEP as BiasedGEP
 from .mechanisms import ConstantMixing as ConstantMixing
 from .mechanisms import CosineMixing as CosineMixing
 from .mechanisms import MirrorDescent as MirrorDescent
+from .overlap import without_public as without_public
 from .patches import PatchFeatures as PatchFeatures
 from .per_sample import per_sample_gradients as per_sample_gradients
 from .public import PublicData as PublicData
-from .public import without_public as without_public
 from .public_gradients import RandomLabels as RandomLabels
 from .public_gradients import RealLabels as RealLabels
 from .sampling import BatchMemoryManager as BatchMemoryManager

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from dpspan.checks import check_count
 from dpspan.encoded import Encoded
+from dpspan.overlap import fingerprints, refuse_copies
 from dpspan.patches import PublicLayer
 from dpspan.progress import watched
-from dpspan.public import Collate, PublicData, fingerprints, refuse_copies
+from dpspan.public import Collate, PublicData
 
 _AT_ONCE = 512
 

@@ -26,9 +26,10 @@ from dpspan.events import step_event
 from dpspan.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
+from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
 from dpspan.private_step import PrivateStep, check_optimizer
-from dpspan.public import PublicData, refuse_overlap
+from dpspan.public import PublicData
 from dpspan.sampling import (
     Draw,
     PartitionDraw,

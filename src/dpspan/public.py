@@ -1,4 +1,4 @@
-"""Public data: read once, held in memory, known by its digest, and kept apart from private data.
+"""Public data: read once, held in memory, known by its digest.
 
 A batch is a tensor (inputs), a tuple or list (inputs,) or (inputs, labels), or a mapping as Hugging
 Face makes them: the labels under "labels" or "label", everything else inputs. Every tensor has the
@@ -29,12 +29,10 @@ from torch.utils.data import (
 )
 
 from dpspan.checks import check_count, expect
-from dpspan.encoded import encodings
 from dpspan.sampling import PrivateLoader
 
 _LABEL_KEYS = ("labels", "label")
 _READ = 2048  # samples read, or handed over, at a time where nobody says otherwise
-_COMPARED = 512  # private records compared at a time
 
 Collate = Callable[[list[Any]], Any]
 Array = np.ndarray[Any, Any]
@@ -161,7 +159,7 @@ def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
             f"The public dataset ({type(source).__name__}) has no length: give a map-style "
             "dataset, or a DataLoader over a dataset that ends."
         )
-    return (batch for _, batch in _in_order(source, _READ, default_collate))
+    return (batch for _, batch in in_order(source, _READ, default_collate))
 
 
 @_batches_of.register
@@ -202,7 +200,7 @@ def _(source: PrivateLoader) -> Iterable[Any]:
     )
 
 
-def _in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int, Any]]:
+def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int, Any]]:
     """The records of a map-style dataset in order, collated `size` at a time, as (records, batch).
 
     Records that cannot be collated together (different shapes) come one by one.
@@ -249,8 +247,8 @@ def _hold(batch: Any) -> tuple[Any, ...]:
             )
     elif isinstance(batch, tuple | list):
         labels = tuple(batch[1:])
-    held = tuple(_plain(part) for part in (_inputs_of(batch), *labels))
-    sizes = sorted({leaf.shape[0] for _, leaf in _leaves(held)})
+    held = tuple(_plain(part) for part in (inputs_of(batch), *labels))
+    sizes = sorted({leaf.shape[0] for _, leaf in leaves(held)})
     if len(sizes) != 1:
         raise ValueError(
             "Expected every tensor of the public data to have the samples in its first dimension, "
@@ -259,7 +257,7 @@ def _hold(batch: Any) -> tuple[Any, ...]:
     return held
 
 
-def _inputs_of(batch: Any) -> Any:
+def inputs_of(batch: Any) -> Any:
     """The inputs of a batch, whatever else it holds."""
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in _LABEL_KEYS}
@@ -282,20 +280,20 @@ def _plain(tree: Any) -> Any:
     return tensor.clone() if tensor.is_shared() else tensor
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf with its path, keys in sorted order: how a dict was built does not matter."""
     if isinstance(tree, Mapping):
         for key in sorted(tree, key=str):
-            yield from _leaves(tree[key], f"{path}.{key}")
+            yield from leaves(tree[key], f"{path}.{key}")
     elif isinstance(tree, tuple | list):
         for index, value in enumerate(tree):
-            yield from _leaves(value, f"{path}.{index}")
+            yield from leaves(value, f"{path}.{index}")
     else:
         yield path, tree
 
 
 def _samples(batch: tuple[Any, ...]) -> int:
-    _, first = next(_leaves(batch))
+    _, first = next(leaves(batch))
     return int(first.shape[0])
 
 
@@ -313,7 +311,7 @@ def _joined(batches: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
 
 
 def _layout(batch: tuple[Any, ...]) -> list[tuple[str, torch.dtype, torch.Size]]:
-    return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in _leaves(batch)]
+    return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(batch)]
 
 
 def _check_finite(name: str, batches: Iterable[tuple[Any, ...]]) -> None:
@@ -343,140 +341,10 @@ def _digest(batches: Iterable[tuple[Any, ...]]) -> str:
                 f"{path}:{leaf.dtype}:{tuple(leaf.shape[1:])};".encode(),
                 leaf.reshape(samples, leaf[0].numel()).view(torch.uint8).numpy(),
             )
-            for path, leaf in _leaves(batch)
+            for path, leaf in leaves(batch)
         ]
         for sample in range(samples):
             for header, content in columns:
                 whole.update(header)
                 whole.update(content[sample])
     return whole.hexdigest()
-
-
-# -- overlap ------------------------------------------------------------------------------------
-
-
-def fingerprints(inputs: Any) -> list[bytes]:
-    """A hash of each sample's inputs: equal for equal values of equal shapes.
-
-    Neither the labels nor the width of a dtype count (floats are compared as float32, integers as
-    int64). Padding that an "attention_mask" marks is left out, so that padding to another length
-    hides nothing.
-    """
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    kept = None if mask is None else mask.cpu().bool().numpy()
-    columns = [_canonical(leaf) for _, leaf in _leaves(inputs)]
-    hashes = [hashlib.blake2b(digest_size=16) for _ in columns[0]]
-    for column in columns:
-        rows = column if kept is None or not _is_padded(column, kept) else _unpadded(column, kept)
-        for sample, row in zip(hashes, rows, strict=True):
-            sample.update(f"{row.shape};".encode())
-            sample.update(row.tobytes())
-    return [sample.digest() for sample in hashes]
-
-
-def _is_padded(column: Array, kept: Array) -> bool:
-    """Whether what the mask drops is one constant: a mask of other meaning would drop content."""
-    if column.shape[: kept.ndim] != kept.shape:
-        return False
-    dropped = column[~kept]
-    return bool((dropped == dropped.reshape(-1)[:1]).all())
-
-
-def _unpadded(column: Array, kept: Array) -> list[Array]:
-    return [row[keep] for row, keep in zip(column, kept, strict=True)]
-
-
-def refuse_overlap(
-    public: PublicData, private: Dataset[Any], collate_fn: Collate = default_collate
-) -> None:
-    """ValueError if public samples are copies of private records, whatever their labels.
-
-    Exact copies only: rounding, another shape, random augmentation and padding that no attention
-    mask marks all hide one, and so does a column that numbers the records. The outcome depends on
-    private data, so it is an error for the operator to read, never part of a log or certificate.
-    """
-    encoded = encodings(private)
-    if not encoded:
-        refuse_copies(public, _private_fingerprints(private, collate_fn))
-        return
-    if public.raw is None:
-        raise ValueError(
-            f"The private data are encoded, the public data '{public.name}' are not, or not so "
-            "that copies could be told: use dpspan.encode_public(layer, public)."
-        )
-    refuse_copies(public, (fingerprint for each in encoded for fingerprint in each.raw))
-
-
-def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
-    """ValueError if public samples have the fingerprints of private records."""
-    known = _public_fingerprints(public)
-    private_copies = set(known).intersection(private)
-    copied = [index for index, fingerprint in enumerate(known) if fingerprint in private_copies]
-    if copied:
-        raise ValueError(
-            f"{len(copied)} of the {public.count} samples of the public data '{public.name}' also "
-            f"occur in the private dataset (exact copies, e.g. public sample {copied[0]}). Remove "
-            "those records from the private data with dpspan.without_public(private, public), or "
-            "give other public data. This message depends on private data: do not publish it."
-        )
-
-
-def without_public(
-    private: Dataset[Any], public: object, collate_fn: Collate = default_collate
-) -> Subset[Any]:
-    """The private records that are not copies of public samples (see `refuse_overlap`).
-
-    They are taken out of the private side, where each record's fate depends on that record and on
-    public data alone. To take the copies out of the public data would tell from the public data
-    which records are private.
-
-    Examples:
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> import dpspan
-        >>> records = TensorDataset(torch.arange(10.0)[:, None])
-        >>> len(dpspan.without_public(records, torch.tensor([[3.0], [4.0]])))
-        8
-    """
-    if encodings(private):
-        raise ValueError("Take copies of public samples out before the private data are encoded.")
-    known = set(_public_fingerprints(PublicData.of(public)))
-    return Subset(
-        private,
-        [
-            index
-            for index, fingerprint in enumerate(_private_fingerprints(private, collate_fn))
-            if fingerprint not in known
-        ],
-    )
-
-
-def _public_fingerprints(public: PublicData) -> Sequence[bytes]:
-    if public.raw is not None:
-        return public.raw
-    return [
-        fingerprint
-        for _, inputs, _ in public.pieces(_COMPARED)
-        for fingerprint in fingerprints(inputs)
-    ]
-
-
-def _private_fingerprints(private: Any, collate_fn: Collate) -> Iterator[bytes]:
-    """One a record, in order; an empty one where a record has a form that public data cannot."""
-    for records, batch in _in_order(private, _COMPARED, collate_fn):
-        inputs = _inputs_of(batch)
-        leaves = [leaf for _, leaf in _leaves(inputs)]
-        comparable = leaves and all(
-            isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in leaves
-        )
-        yield from fingerprints(inputs) if comparable else [b""] * records
-
-
-def _canonical(leaf: Tensor) -> Array:
-    """The values in one dtype for all floats and one for all integers."""
-    leaf = leaf.detach().cpu()
-    if leaf.is_complex():
-        leaf = torch.view_as_real(leaf)
-    if leaf.is_floating_point():
-        return (leaf.float() + 0.0).numpy().astype("<f4", copy=False)  # −0.0 + 0.0 is 0.0
-    return leaf.numpy().astype("<i8", copy=False)

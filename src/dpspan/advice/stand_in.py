@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from dpspan.comparison import Contender, Task
-from dpspan.public import PublicData, without_public
+from dpspan.overlap import without_public
+from dpspan.public import PublicData
 from dpspan.transfer import WarmStart
 
 _TEST, _PUBLIC = 0.25, 0.3  # shares of the stand-in to measure on, and to play the public data

@@ -39,7 +39,8 @@ from dpspan.choose.subspaces import (
 )
 from dpspan.events import pure_event
 from dpspan.ledger import Ledger
-from dpspan.public import PublicData, refuse_overlap
+from dpspan.overlap import refuse_overlap
+from dpspan.public import PublicData
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
 # scores together move each sum by up to η, either way, when one record comes or goes, a candidate

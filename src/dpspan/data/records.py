@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpspan.public import fingerprints
+from dpspan.overlap import fingerprints
 
 _PIECE = 2048  # samples fingerprinted at a time
 
