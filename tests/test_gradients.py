@@ -182,6 +182,15 @@ def test_convolution_of_any_geometry(
         rows = weight.rows(0, samples)
         assert_close(weight._sliding_rows(weight.x, weight.b), rows, torch.float64)
         assert_close(weight._unfolded_rows(weight.x, weight.b), rows, torch.float64)
+        if groups == 1:
+            G = rows.unflatten(1, (outputs, -1))
+            left, right = torch.randn(outputs, 2).double(), torch.randn(2, G.shape[2]).double()
+            for found in (
+                weight.compress(left, right),
+                weight._compressed(weight.x, weight.b, left, right),
+            ):
+                assert_close(found[0], G @ right.T, torch.float64)
+                assert_close(found[1], left.T @ G, torch.float64)
 
 
 @settings(max_examples=60, deadline=None)

@@ -47,9 +47,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def carrier(shape: torch.Size, rank: int, seed: int = 0) -> Carrier:
     g = torch.Generator().manual_seed(seed)
     d_out, d_in = shape[0], shape[1:].numel()
-    left = orthonormal(torch.randn(d_out, rank, generator=g, dtype=F64))
-    right = orthonormal(torch.randn(d_in, rank, generator=g, dtype=F64)).T
-    return Carrier(left, right)
+    sizes = [(d_out, rank), (d_in, rank)]
+    left, right = orthonormal([torch.randn(*size, generator=g, dtype=F64) for size in sizes])
+    return Carrier(left, right.T)
 
 
 def losses(model: nn.Module, x: Tensor) -> Tensor:
@@ -114,32 +114,73 @@ def test_history_finds_the_directions_of_the_update() -> None:
     def draw(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=g, dtype=F64)
 
-    found = History().carrier(weight, first, 2, 1, draw)
+    (found,) = History().carriers([weight], [first], 2, 1, draw)
     assert torch.allclose(
         found.reconstruct(u @ v.T @ found.right.T, found.left.T @ (u @ v.T)), u @ v.T
     )
-    assert torch.linalg.svdvals(orthonormal(u).T @ found.left).min() > 1 - 1e-9
+    assert torch.linalg.svdvals(torch.linalg.qr(u).Q.T @ found.left).min() > 1 - 1e-9
     # In the warm-up: those of the weight itself, by a power pass on it.
-    warm = History(warmup=5, iterations=30).carrier(weight, first, 2, 4, draw)
+    (warm,) = History(warmup=5, iterations=30).carriers([weight], [first], 2, 4, draw)
     top = torch.linalg.svd(weight)
     assert torch.linalg.svdvals(top.U[:, :2].T @ warm.left).min() > 1 - 1e-6
     assert torch.linalg.svdvals(top.Vh[:2] @ warm.right.T).min() > 1 - 1e-6
     for source in (History(), Chance()):
-        made = source.carrier(weight, first, 3, 7, draw)
+        (made,) = source.carriers([weight], [first], 3, 7, draw)
         assert torch.allclose(made.left.T @ made.left, torch.eye(3, dtype=F64), atol=1e-12)
         assert torch.allclose(made.right @ made.right.T, torch.eye(3, dtype=F64), atol=1e-12)
 
 
 @pytest.mark.parametrize("source", [History(), History(iterations=3), Chance()])
-def test_a_stack_of_weights_has_the_carriers_of_each(source: Any) -> None:
+def test_stacks_of_weights_have_the_carriers_of_each(source: Any) -> None:
     g = torch.Generator().manual_seed(0)
-    now, first = (torch.randn(4, 9, 7, generator=g, dtype=F64) for _ in range(2))
-    numbers = torch.randn(4, 9, 9, generator=g, dtype=F64)
-    stacked = source.carrier(now, first, 3, 5, lambda *sizes: numbers[:, : sizes[1], : sizes[2]])
-    for i in range(4):
-        alone = source.carrier(now[i], first[i], 3, 5, lambda a, b, i=i: numbers[i, :a, :b])
-        assert torch.allclose(stacked.left[i], alone.left, atol=1e-12)
-        assert torch.allclose(stacked.right[i], alone.right, atol=1e-12)
+    shapes = [(4, 9, 7), (2, 5, 12)]
+    now, first = ([torch.randn(*s, generator=g, dtype=F64) for s in shapes] for _ in range(2))
+    numbers = torch.randn(4, 12, 12, generator=g, dtype=F64)
+
+    def of_all(stack: int, rows: int, columns: int) -> Tensor:
+        return numbers[:stack, :rows, :columns]
+
+    stacked = source.carriers(now, first, 3, 5, of_all)
+    for stack, then, found in zip(now, first, stacked, strict=True):
+        for i, weight in enumerate(stack):
+
+            def of_one(rows: int, columns: int, i: int = i) -> Tensor:
+                return numbers[i, :rows, :columns]
+
+            (alone,) = source.carriers([weight], [then[i]], 3, 5, of_one)
+            assert torch.allclose(found.left[i], alone.left, atol=1e-12)
+            assert torch.allclose(found.right[i], alone.right, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+@pytest.mark.parametrize("spread", [1.0, 1e3, 1e6])  # of the singular values
+def test_orthonormal_columns_span_the_matrix(dtype: torch.dtype, spread: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    values = torch.logspace(0, -math.log10(spread), 4, dtype=F64)
+    matrices = []
+    for size in (4, 11, 300):
+        basis, _ = torch.linalg.qr(torch.randn(size, 4, generator=g, dtype=F64))
+        mixed = torch.randn(4, 4, generator=g, dtype=F64)
+        matrices.append((1e-5 * basis * values @ mixed).to(dtype))
+    exact = 1e-12 if dtype is F64 else 1e-6
+    for columns, x in zip(orthonormal(matrices), matrices, strict=True):
+        assert columns.dtype == dtype
+        assert torch.allclose(columns.T @ columns, torch.eye(4, dtype=dtype), atol=exact)
+        # A direction of this share of the matrix may turn by about as much as the fill's share.
+        missed = x.double() - columns.double() @ (columns.double().T @ x.double())
+        assert missed.norm() <= (1e-5 if dtype is F64 else 2e-5) * x.norm()
+
+
+def test_orthonormal_columns_where_directions_are_missing() -> None:
+    """A weight that has not moved, one that moved in one direction, and one beside them."""
+    g = torch.Generator().manual_seed(0)
+    line = torch.randn(9, 1, generator=g) @ torch.randn(1, 3, generator=g)
+    found = orthonormal([torch.zeros(2, 5, 3), line, torch.randn(4, 3, generator=g)])
+    for columns in found:
+        assert torch.allclose(
+            columns.mT @ columns, torch.eye(3).expand_as(columns.mT @ columns), atol=1e-6
+        )
+    assert torch.allclose(found[1] @ (found[1].T @ line), line, atol=1e-5)
 
 
 def test_weights_of_one_shape_have_carriers_of_their_own() -> None:

@@ -8,14 +8,20 @@ weights that have been released, or from chance: never from gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+Matrices = Sequence[Tensor]  # each (…, rows, columns)
 Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
+
+# Relative size of the unit vectors that fill up missing directions: its square is well above the
+# rounding of float64.
+_FILL = 1e-6
 
 
 class Carrier(NamedTuple):
@@ -51,8 +57,10 @@ def unprivate_projection_residual(gradient: Tensor, carrier: Carrier) -> Tensor:
 class CarrierSource(Protocol):
     """Where the carriers of a step come from."""
 
-    def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
-        """Carriers for a weight that was `first` at step 0, as a matrix, or a stack of them."""
+    def carriers(
+        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
+    ) -> list[Carrier]:
+        """Carriers for weights that were `first` at step 0: matrices, or stacks of one shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,29 +83,54 @@ class History:
             if not isinstance(value, int) or value < 1:  # W_0 − W_0 has no directions
                 raise ValueError(f"Expected {name} an int of at least 1, got {value!r}.")
 
-    def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
-        """The power method on the historical update."""
-        update = weight if step < self.warmup else weight - first
-        *stack, _, d_in = weight.shape
-        right = draw(*stack, rank, d_in)
+    def carriers(
+        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
+    ) -> list[Carrier]:
+        """The power method on the historical updates."""
+        moved = [now - then for now, then in zip(weights, first, strict=True)]
+        updates = weights if step < self.warmup else moved
+        right = [draw(*u.shape[:-2], rank, u.shape[-1]).to(u) for u in updates]
         for _ in range(self.iterations):
-            left = orthonormal(update @ right.mT)
-            right = left.mT @ update
-        return Carrier(left, orthonormal(right.mT).mT)
+            left = orthonormal([u @ r.mT for u, r in zip(updates, right, strict=True)])
+            right = [columns.mT @ u for columns, u in zip(left, updates, strict=True)]
+        right = [columns.mT for columns in orthonormal([r.mT for r in right])]
+        return [Carrier(*both) for both in zip(left, right, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chance:
     """Random directions, new ones at every step: the paper's control, RGP-random."""
 
-    def carrier(self, weight: Tensor, first: Tensor, rank: int, step: int, draw: Draw) -> Carrier:
+    def carriers(
+        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
+    ) -> list[Carrier]:
         """Random L and R."""
-        *stack, d_out, d_in = weight.shape
-        left, right = (orthonormal(draw(*stack, size, rank)) for size in (d_out, d_in))
-        return Carrier(left, right.mT)
+        left, right = (
+            orthonormal([draw(*w.shape[:-2], w.shape[side], rank).to(w) for w in weights])
+            for side in (-2, -1)
+        )
+        return [Carrier(*both) for both in zip(left, [r.mT for r in right], strict=True)]
 
 
-def orthonormal(x: Tensor) -> Tensor:
-    """Orthonormal columns that span those of x."""
-    columns: Tensor = torch.linalg.qr(x).Q
-    return columns
+def orthonormal(matrices: Matrices) -> list[Tensor]:
+    """For each matrix (or stack of them) orthonormal columns that span its own.
+
+    By Cholesky factors of Gram matrices, twice, in float64. All at once, since a GPU takes longer
+    to start the QR decomposition of each matrix than to compute it: rows of zeros, which change no
+    Gram matrix, make them equally long.
+    """
+    rank, longest = matrices[0].shape[-1], max(x.shape[-2] for x in matrices)
+    padded = [F.pad(x, (0, 0, 0, longest - x.shape[-2])) for x in matrices]
+    columns = torch.cat([x.reshape(-1, longest, rank) for x in padded]).double()
+    size = torch.linalg.matrix_norm(columns, keepdim=True)
+    # What has too few directions, such as a weight that has not moved, gets unit vectors.
+    units = torch.eye(longest, rank, dtype=columns.dtype, device=columns.device)
+    columns = columns / torch.where(size > 0, size, 1) + _FILL * units
+    for _ in range(2):  # the second time corrects what rounding did in the first
+        lower, _ = torch.linalg.cholesky_ex(columns.mT @ columns)
+        columns = torch.linalg.solve_triangular(lower, columns.mT, upper=False).mT
+    parts = columns.split([x.shape[:-2].numel() for x in matrices])
+    return [
+        part[:, : x.shape[-2]].reshape(x.shape).to(x)
+        for part, x in zip(parts, matrices, strict=True)
+    ]

@@ -83,7 +83,7 @@ def unprivate_low_rank(
             expect(name in first, f"first to hold the weight '{name}'", sorted(first))
             now, then = (w.detach().double().cpu().flatten(1) for w in (weight, first[name]))
             # Step 1 of a warm-up of 1: the directions of the update, not of the weight.
-            carrier = History().carrier(now, then, rank, 1, draw)
+            (carrier,) = History().carriers([now], [then], rank, 1, draw)
             history = float(unprivate_projection_residual(g, carrier))
         found[name] = LowRank(
             stable_rank=float(g.square().sum() / torch.linalg.matrix_norm(g, 2).square()),

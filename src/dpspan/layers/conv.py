@@ -148,6 +148,13 @@ class Patches:
         if self.groups > 1:  # carriers would mix what the groups keep apart
             return compress_rows(self, left, right)
         x, b = full_precision(self.x), full_precision(self.b)
+        if x.is_cuda:  # many small kernels cost more than copying the patches once
+            numbers = self.depth * right.shape[1]
+            parts = [
+                self._compressed(x[i:j], b[i:j], left, right) for i, j in blocks(len(x), numbers, x)
+            ]
+            lefts, rights = zip(*parts, strict=True)
+            return joined(lefts), joined(rights)
         # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
         # needs the rows of the whole weight. Both are what will be clipped, however they round.
         filters = right.view(-1, *self.weight[1:])
@@ -168,6 +175,13 @@ class Patches:
             torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)),
             thin.rows(0, self.samples).view(self.samples, *right.shape),
         )
+
+    def _compressed(
+        self, x: Tensor, b: Tensor, left: Tensor, right: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same from patches that are written out."""
+        patches, outputs = self._unfold(x)[:, 0], b.flatten(2)
+        return torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
 
     @property
     def _rows_are_larger_than_patches(self) -> bool:

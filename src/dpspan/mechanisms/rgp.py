@@ -16,7 +16,7 @@ The part of ∂L inside L takes no part in the update, so it is taken off before
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,27 +195,26 @@ class RGPMechanism:
         if self._first is None:
             self._first = {name: _matrix(w).clone() for name, w in self._weights.items()}
         if self._carriers is None:
-            self._carriers = {}
+            method, initial = self._method, self._first
+            # Weights of one shape in one stack: a GPU would wait for each alone.
+            first = [torch.stack([initial[name] for name in names]) for names in self._alike]
+            now = [
+                torch.stack([_matrix(self._weights[name]) for name in names])
+                for names in self._alike
+            ]
             # On the CPU and by number: the same in every process and after a resumption.
-            words = np.random.default_rng([self._method.seed, self._step])
-            for names in self._alike:
-                self._carriers |= self._stacked_carriers(names, words)
+            words = np.random.default_rng([method.seed, self._step])
+
+            def draw(*sizes: int) -> Tensor:
+                return torch.from_numpy(words.standard_normal(sizes, dtype=np.float32))
+
+            stacks = method.source.carriers(now, first, method.rank, self._step, draw)
+            self._carriers = {
+                name: Carrier(left, right)
+                for names, stack in zip(self._alike, stacks, strict=True)
+                for name, left, right in zip(names, *stack, strict=True)
+            }
         return self._carriers
-
-    def _stacked_carriers(
-        self, names: Sequence[str], words: np.random.Generator
-    ) -> dict[str, Carrier]:
-        """Of weights of one shape, all at once: a GPU would wait for each alone."""
-        assert self._first is not None
-        method = self._method
-        first = torch.stack([self._first[name] for name in names])
-        now = torch.stack([_matrix(self._weights[name]) for name in names])
-
-        def draw(*sizes: int) -> Tensor:
-            return torch.from_numpy(words.standard_normal(sizes, dtype=np.float32)).to(first)
-
-        left, right = method.source.carrier(now, first, method.rank, self._step, draw)
-        return {name: Carrier(left[i], right[i]) for i, name in enumerate(names)}
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """The expected energy of the noise in a step's update: once, since it does not change."""
