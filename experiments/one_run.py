@@ -96,6 +96,8 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
     diverged = not _finite(trained.tested)
     if diverged:
         result["diverged"] = True
+    if trained.stopped:
+        result["stopped"] = trained.stopped
     if trained.tested is not model:
         result["unaveraged"] = metrics(model, judged)
     if experiment.attack and not diverged:
@@ -117,6 +119,7 @@ class _Trained:
 
     tested: nn.Module
     certificate: dict[str, Any] | None = None
+    stopped: str | None = None  # why, before the last epoch
 
 
 def _trained(
@@ -162,6 +165,7 @@ def _trained(
             views=training.views,
         )
     schedule = LambdaLR(optimizer, lambda epoch: training.schedule.factor(epoch, epochs))
+    stopped: str | None = None
     try:
         for _ in range(epochs):
             for x, y in loader:
@@ -175,11 +179,14 @@ def _trained(
                 if training.averaging and (engine is None or engine.ledger.steps != done):
                     average.update_parameters(model)
             schedule.step()
-    except ValueError:
-        if _finite(model):  # else it diverged, which is a result
+    except ValueError as error:
+        # A model that has diverged, or that no longer learns anything, is a result: a search goes
+        # on with other learning rates. A mistake in the settings shows before the first step.
+        if engine is None or engine.ledger.steps == 0:
             raise
+        stopped = str(error)
     certificate = None if engine is None else engine.certificate(targets.delta)
-    return _Trained(average.module if training.averaging else model, certificate)
+    return _Trained(average.module if training.averaging else model, certificate, stopped)
 
 
 def metrics(model: nn.Module, data: Images) -> dict[str, float]:

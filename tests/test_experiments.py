@@ -23,6 +23,7 @@ from experiments.schema import TrainingExperiment
 from experiments.sweep import all_cells, reported, searched, sweep
 
 from dpspan.config.yaml_file import ConfigError, parse
+from dpspan.mechanisms.gep import GEPMechanism
 
 ROOT = Path(__file__).parents[1]
 TINY = """
@@ -288,6 +289,31 @@ class TestRuns:
         assert row["diverged"]
         assert 0 <= row["accuracy"] <= 1
         assert "unprivate_membership" not in row
+
+    def test_a_run_that_no_longer_learns_is_a_result_with_its_reason(
+        self, tiny: TrainingExperiment, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Public gradients that are all zero after some steps, as those of dead units are."""
+        run = Run("tiny", "warm start + GEP", 8.0, 0.01, 0, False, "x")
+        plain, steps = GEPMechanism.clipped_sum, []
+
+        def later(self: Any, gradients: Any) -> Any:
+            steps.append(1)
+            if len(steps) > last:
+                raise ValueError("The gradients of the public samples are all zero.")
+            return plain(self, gradients)
+
+        monkeypatch.setattr(GEPMechanism, "clipped_sum", later)
+        last = 3
+        row = train(run, tiny, Place(data=folder))
+        assert row["stopped"] == "The gradients of the public samples are all zero."
+        assert "diverged" not in row
+        assert 0 < row["epsilon"] < 8.0  # of three steps
+        # A mistake in the settings is none.
+        steps.clear()
+        last = 0
+        with pytest.raises(ValueError, match="all zero"):
+            train(run, tiny, Place(data=folder))
 
     def test_rows_learn(self, swept: Results) -> None:
         reached = [r["accuracy"] for r in swept.rows if r["row"] == "public only"]
