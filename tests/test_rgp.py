@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpspan import RGP, Capture, PrivacyEngine, per_sample_gradients
+from dpspan.carried import carried_weights
 from dpspan.carriers import (
     Carrier,
     Chance,
@@ -24,7 +25,6 @@ from dpspan.carriers import (
 )
 from dpspan.layers.terms import Rows
 from dpspan.mechanisms import Setting
-from dpspan.mechanisms.rgp import carried_weights
 from dpspan.noise import Noise
 from training import data, network, setup, train, weights
 

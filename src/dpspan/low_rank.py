@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dpspan.carried import carried_weights
 from dpspan.carriers import History, principal, unprivate_projection_residual
 from dpspan.checks import check_count, expect
-from dpspan.mechanisms.rgp import carried_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,20 +20,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from dpspan.carried import CarriedWeights, carried_weights
 from dpspan.carriers import Carrier, CarrierSource, Chance, History
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.terms import Rows, Term
 from dpspan.mechanisms.base import Setting, Sums, check_one_clip
 from dpspan.noise import Noise
-from dpspan.numerics import exact, full_precision
 from dpspan.public import PublicData
 
-_CARRIED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NAMED: dict[str, CarrierSource] = {"history": History(), "random": Chance()}
 
 
@@ -124,9 +121,7 @@ class RGPMechanism:
 
     def __init__(self, method: RGP, model: nn.Module) -> None:
         self._method = method
-        self._weights = carried_weights(model, method.rank, method.layers)
-        self._alike = _by_shape(self._weights)
-        self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
+        self._weights = CarriedWeights(carried_weights(model, method.rank, method.layers))
         self._carriers: dict[str, Carrier] | None = None  # of the present step
         self._step = 0
         self._notes: list[dict[str, Any]] = []
@@ -157,14 +152,13 @@ class RGPMechanism:
                 update = left @ carrier.right
             else:
                 update = carrier.reconstruct(left, noisy[f"{name}:right"])
-            released[name] = update.view(self._weights[name].shape)
+            released[name] = self._weights.unflattened(name, update)
         return released
 
     def _energy(self, total: Sums, std: float) -> dict[str, float]:
         """E‖noise‖² of the update, in carried weights and in what is released in full."""
         rank, carried = self._method.rank, 0
-        for weight in self._weights.values():
-            d_out, d_in = _matrix(weight).shape
+        for d_out, d_in in self._weights.shapes().values():
             # Of the noise on ∂L only what lies outside L takes part in the update.
             carried += rank * (d_out if self._method.left_only else d_out - rank + d_in)
         full = sum(value.numel() for name, value in total.items() if ":" not in name)
@@ -189,31 +183,13 @@ class RGPMechanism:
             small.shapes, terms, small.samples, like=small.like, scale=small.scale
         )
 
-    @exact()
     def carriers(self) -> Mapping[str, Carrier]:
         """L and R of the present step."""
-        if self._first is None:
-            self._first = {name: _matrix(w).clone() for name, w in self._weights.items()}
         if self._carriers is None:
-            method, initial = self._method, self._first
-            # Weights of one shape in one stack: a GPU would wait for each alone.
-            first = [torch.stack([initial[name] for name in names]) for names in self._alike]
-            now = [
-                torch.stack([_matrix(self._weights[name]) for name in names])
-                for names in self._alike
-            ]
-            # On the CPU and by number: the same in every process and after a resumption.
-            words = np.random.default_rng([method.seed, self._step])
-
-            def draw(*sizes: int) -> Tensor:
-                return torch.from_numpy(words.standard_normal(sizes, dtype=np.float32))
-
-            stacks = method.source.carriers(now, first, method.rank, self._step, draw)
-            self._carriers = {
-                name: Carrier(left, right)
-                for names, stack in zip(self._alike, stacks, strict=True)
-                for name, left, right in zip(names, *stack, strict=True)
-            }
+            method = self._method
+            self._carriers = self._weights.carriers(
+                method.source, method.rank, step=self._step, seed=method.seed
+            )
         return self._carriers
 
     def diagnostics(self) -> list[dict[str, Any]]:
@@ -222,55 +198,11 @@ class RGPMechanism:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the weights that the history began with."""
-        return {"step": self._step, "first": self._first}
+        return {"step": self._step, "first": self._weights.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from that step."""
         if state.keys() != {"step", "first"} or not isinstance(state["step"], int):
             raise ValueError(f"Expected RGP's state with step and first, got {sorted(state)}.")
-        first = state["first"]
-        expected = {name: _matrix(w).shape for name, w in self._weights.items()}
-        if first is not None and {n: w.shape for n, w in first.items()} != expected:
-            raise ValueError("The state does not fit this run: it carries other weights.")
-        if first is not None:
-            first = {n: w.to(_matrix(self._weights[n])) for n, w in first.items()}
-        self._step, self._first, self._carriers = state["step"], first, None
-
-
-def carried_weights(
-    model: nn.Module, rank: int, layers: Callable[[str], bool] | None
-) -> dict[str, nn.Parameter]:
-    """The trainable weights of linear and convolution layers that carriers make smaller."""
-    of_layers = {module.weight for module in model.modules() if isinstance(module, _CARRIED)}
-    others = {  # a weight tied to an embedding is one of its lines per token
-        module.weight for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    found = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or parameter not in of_layers - others:
-            continue
-        d_out, d_in = parameter.shape[0], parameter.shape[1:].numel()
-        smaller = rank * (d_out + d_in) < d_out * d_in and rank <= min(d_out, d_in)
-        if smaller and (layers is None or layers(name)):
-            found[name] = parameter
-    if not found:
-        raise ValueError(
-            f"No trainable weight of a linear or convolution layer becomes smaller with rank={rank}"
-            + (" among those that layers= chooses" if layers else "")
-            + ". Lower the rank, or use DPSGD."
-        )
-    return found
-
-
-def _by_shape(weights: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of weights that are of one shape as matrices, in groups."""
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for name, weight in weights.items():
-        matrix = _matrix(weight)
-        groups.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(name)
-    return list(groups.values())
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """A weight as d_out × d_in, in at least float32."""
-    return full_precision(weight.detach()).flatten(1)
+        self._weights.go_on_from(state["first"])
+        self._step, self._carriers = state["step"], None
