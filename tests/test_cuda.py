@@ -119,6 +119,33 @@ def test_a_gep_step_does_not_wait_for_the_gpu() -> None:
     train_without_waiting(model, optimizer, loader)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        dpspan.RGP(rank=4, clip=1.0),
+        dpspan.MirrorDescent(
+            public=(torch.randn(40, 3, 32, 32), torch.arange(40) % 10),
+            mixing=dpspan.ConstantMixing(share=0.5),
+            clip=1.0,
+        ),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_step_of_other_methods_never_waits_for_the_gpu(method: Any) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 3, 32, 32), torch.randint(0, 10, (300,))
+    model = ResNet20().cuda()
+    model, optimizer, loader = dpspan.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=60),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        method=method,
+    )
+    train_without_waiting(model, optimizer, loader)
+
+
 def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y, reduction="none")
 

@@ -31,9 +31,9 @@ from .mechanisms import GEP as GEP
 from .mechanisms import PDPSGD as PDPSGD
 from .mechanisms import RGP as RGP
 from .mechanisms import BiasedGEP as BiasedGEP
-from .mechanisms import ConstantMixing as ConstantMixing
-from .mechanisms import CosineMixing as CosineMixing
 from .mechanisms import MirrorDescent as MirrorDescent
+from .mixing import ConstantMixing as ConstantMixing
+from .mixing import CosineMixing as CosineMixing
 from .overlap import without_public as without_public
 from .patches import PatchFeatures as PatchFeatures
 from .per_sample import per_sample_gradients as per_sample_gradients

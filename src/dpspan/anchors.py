@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpspan.gradients import PerSampleGradients
+from dpspan.health import Health
 from dpspan.layers.terms import Rows
 from dpspan.numerics import full_precision
 from dpspan.public import PublicData
@@ -53,7 +54,7 @@ class PublicSpan:
         self._gradients = gradients
         self._rank, self._groups, self._solver, self._warn = rank, groups, solver, warn
         self._last: dict[tuple[str, ...], Tensor] = {}  # coefficients of the last subspace
-        self._health = _Health()
+        self._health = Health()
         self._warned = False  # of a reduced rank, which may change from step to step
 
     @property
@@ -172,31 +173,6 @@ class RandomSubspace:
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"Expected rank an int of at least 1, got {self.rank!r}.")
-
-
-class _Health:
-    """Brings a few facts from the device: at once the first time and on a CPU, later without
-    waiting, as soon as they are there."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def known(self, facts: Tensor) -> Sequence[float] | None:
-        if not facts.is_cuda or not self._asked:
-            self._asked = True
-            known: list[float] = facts.tolist()
-            return known
-        arrived = None
-        if self._pending is not None and self._pending[1].query():
-            arrived, self._pending = self._pending[0].tolist(), None
-        if self._pending is None:
-            host = torch.empty_like(facts, device="cpu", pin_memory=True)
-            host.copy_(facts, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending = host, event
-        return arrived
 
 
 def _explicit_pays(part: Subspace, products: float) -> bool:

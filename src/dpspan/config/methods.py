@@ -16,11 +16,10 @@ from dpspan.mechanisms import (
     PDPSGD,
     RGP,
     BiasedGEP,
-    ConstantMixing,
-    CosineMixing,
     Method,
     MirrorDescent,
 )
+from dpspan.mixing import ConstantMixing, CosineMixing
 from dpspan.public import PublicData
 from dpspan.section import Count, Positive, Section, Share
 from dpspan.solvers import Eigh, Lanczos, PowerIteration, Solver

@@ -16,71 +16,21 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpspan.checks import check_count, check_number, expect
+from dpspan.checks import check_number, expect
 from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
 from dpspan.gradients import PerSampleGradients
+from dpspan.health import Health
 from dpspan.mechanisms.base import Setting, Sums, check_one_clip
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
+from dpspan.mixing import Mixing
 from dpspan.noise import Noise
 from dpspan.public import PublicData
 from dpspan.public_gradients import PublicGradients, RealLabels
-
-
-@runtime_checkable
-class Mixing(Protocol):
-    """A schedule: it sees the number of the step, and nothing else."""
-
-    def alpha(self, step: int) -> float:
-        """α_t, from 0 (the public gradient alone) to 1 (plain DP-SGD); steps count from 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConstantMixing:
-    """The same α at every step.
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.ConstantMixing(share=0.7).alpha(step=5)
-        0.7
-    """
-
-    share: float
-
-    def __post_init__(self) -> None:
-        share = check_number("share", self.share)
-        expect(0 <= share <= 1, "share from 0 (public) to 1 (private)", self.share)
-
-    def alpha(self, step: int) -> float:
-        """α."""
-        return float(self.share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineMixing:
-    """The paper's schedule cos(πt/2K): the private gradient first, the public one at the end.
-
-    `steps` is K. From step K on α is 0: take more than the steps you will train for.
-
-    Examples:
-        >>> import dpspan
-        >>> mixing = dpspan.CosineMixing(steps=100)
-        >>> [round(mixing.alpha(step), 2) for step in (0, 50, 100)]
-        [1.0, 0.71, 0.0]
-    """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-
-    def alpha(self, step: int) -> float:
-        """cos(πt/2K)."""
-        return math.cos(math.pi * step / (2 * self.steps)) if step < self.steps else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +154,7 @@ class MirrorMechanism:
         self._private = DPSGDMechanism(method.clip_norm, method.clipping)
         self._lot_size, self._warn = setting.expected_batch_size, setting.warn
         self._notes: list[dict[str, Any]] = []
+        self._health = Health()
         self._step = 0
         self._alpha(0)  # a schedule that cannot be used is refused before training
 
@@ -247,13 +198,16 @@ class MirrorMechanism:
         if clip is not None:
             factors = clip_factors(self._method.clipping, gradients.norm_bounds(), clip)
         mean = gradients.combine(factors / gradients.samples)
-        if not bool(torch.stack([value.isfinite().all() for value in mean.values()]).all()):
+        finite = torch.stack([value.isfinite().all() for value in mean.values()]).all()
+        known = self._health.known(finite[None])
+        if known is not None and not known[0]:
             raise ValueError(
                 "The gradient of the public samples is not finite, so there is no step to take. If "
                 "training has diverged, lower the learning rate; otherwise look for huge values in "
                 "the public data."
             )
-        return mean
+        # On a GPU the error comes a step late: until then only the private gradient counts.
+        return {name: torch.where(finite, value, 0.0) for name, value in mean.items()}
 
     def _note(self, step: int, alpha: float, noisy: Sums, public: Sums) -> None:
         """Of the private gradient only what has its noise: that may be looked at for nothing."""
