@@ -140,6 +140,8 @@ def _cell(
     runs: Sequence[dict[str, Any]],
 ) -> str:
     section = experiment.rows[row]
+    if section.private and target not in experiment.targets_of(row):
+        return ""
     text = spread([run[experiment.metric] for run in runs])
     if runs and len(runs) < ENOUGH_SEEDS:
         text += " †"

@@ -64,7 +64,8 @@ class Row(Section):
     """One row of a table.
 
     `rates` are the learning rates to search among, or the row whose rate is taken. `paper` has the
-    paper's numbers by target, in per cent. What is left out is the experiment's.
+    paper's numbers by target, in per cent. `targets` are those it is run at, by default all.
+    What is left out is the experiment's.
     """
 
     method: AnyMethod | ConvexSection | Literal["non-private", "public only"]
@@ -75,6 +76,7 @@ class Row(Section):
     pretraining: Pretraining | None = None
     warm_start: WarmStartSection | None = None
     paper: dict[float, float] = Field(default_factory=dict)
+    targets: Numbers = ()
 
     @property
     def private(self) -> bool:
@@ -153,9 +155,12 @@ class TrainingExperiment(Section):
                 self._refuse(name, "Expected method.public.")
             if isinstance(row.method, ConvexSection) and not self.targets.epsilon:
                 self._refuse(name, "Expected targets.epsilon: a convex fit is made for an ε.")
+            others = set(row.targets) - set(self.targets.values)
+            if others or (row.targets and not row.private):
+                self._refuse(name, f"Expected targets among {list(self.targets.values)}.")
             training = row.training or self.training
             if isinstance(training.epochs, dict):
-                wanted = set(self.targets.values) if row.private else {0.0}
+                wanted = {target or 0.0 for target in self.targets_of(name)}
                 if wanted - set(training.epochs):
                     self._refuse(name, f"Expected epochs at {sorted(wanted)} (0: no target).")
             if row.warm_start is not None and not row.trains:
@@ -170,6 +175,11 @@ class TrainingExperiment(Section):
 
     def _refuse(self, row: str, message: str) -> None:
         raise PydanticCustomError("refused", "{message}", {"message": f"rows.{row}: {message}"})
+
+    def targets_of(self, name: str) -> tuple[float | None, ...]:
+        """What a row is run at; None where there is no privacy to pay for."""
+        row = self.rows[name]
+        return (row.targets or self.targets.values) if row.private else (None,)
 
     def settings(self, name: str) -> dict[str, Any]:
         """What a row's results depend on, besides target, rate and seed."""
@@ -187,7 +197,7 @@ class TrainingExperiment(Section):
             "row": {
                 key: value
                 for key, value in stated(row).items()
-                if key not in ("rates", "model", "training", "paper")
+                if key not in ("rates", "model", "training", "paper", "targets")
             },
             "targets": self.targets.symbol,
             "delta": self.targets.delta,

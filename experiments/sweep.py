@@ -41,11 +41,7 @@ def sweep(
 
 def all_cells(experiment: TrainingExperiment) -> list[tuple[str, float | None]]:
     """Every row at every target that it has."""
-    return [
-        (name, target)
-        for name, row in experiment.rows.items()
-        for target in (experiment.targets.values if row.private else (None,))
-    ]
+    return [(name, target) for name in experiment.rows for target in experiment.targets_of(name)]
 
 
 def searched(

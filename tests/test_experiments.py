@@ -67,6 +67,7 @@ rows:
     method: {name: noisy-adagrad, steps: 5}
     model: {name: logistic}
     rates: [1.0]
+    targets: [8.0]
   patches:
     method: {name: dpsgd}
     model: {name: patches, public: noise, filters: 4, size: [3, 4], directions: 6}
@@ -139,6 +140,11 @@ class TestFiles:
                 "public: noise",
                 "public: nose",
                 "Expected public data under data.public",
+            ),
+            (
+                "    targets: [8.0]",
+                "    targets: [4.0]",
+                r"AdaGrad: Expected targets among \[2.0, 8.0\]",
             ),
             ("rates: DP-SGD", "rates: SGD", "Expected rates or another row's name, got 'SGD'"),
             ("targets: {epsilon: [2.0, 8.0]}", "targets: {}", "Expected epsilon or noise_multi"),
@@ -372,6 +378,7 @@ class TestPages:
         assert table["warm start + GEP"][2].strip() == "noise, opt-in (labelled)"
         assert table["patches"][2].strip() == "noise"
         assert table["warm start + GEP"][3].strip().endswith("‡")  # DP-SGD's rate
+        assert table["AdaGrad"][3].strip() == ""  # it is not run at that ε
         pre_training = "opt-in (labelled), colour, pre-training (labelled)"
         assert table["pre-trained"][2].strip() == pre_training
         own = [r for r in swept.rows if r["row"] == "public only"]
