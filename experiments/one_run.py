@@ -180,9 +180,10 @@ def _trained(
                     average.update_parameters(model)
             schedule.step()
     except ValueError as error:
-        # A model that has diverged, or that no longer learns anything, is a result: a search goes
-        # on with other learning rates. A mistake in the settings shows before the first step.
-        if engine is None or engine.ledger.steps == 0:
+        # A model that has diverged is a result; a learning rate with which training stops is one
+        # for a search. A mistake in the settings shows before the first step.
+        begun = engine is not None and engine.ledger.steps > 0
+        if not begun or (_finite(model) and not run.tuning):
             raise
         stopped = str(error)
     certificate = None if engine is None else engine.certificate(targets.delta)

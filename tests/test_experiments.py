@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,30 +297,30 @@ class TestRuns:
         assert 0 <= row["accuracy"] <= 1
         assert "unprivate_membership" not in row
 
-    def test_a_run_that_no_longer_learns_is_a_result_with_its_reason(
+    def test_a_search_goes_on_where_training_stops(
         self, tiny: TrainingExperiment, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Public gradients that are all zero after some steps, as those of dead units are."""
-        run = Run("tiny", "warm start + GEP", 8.0, 0.01, 0, False, "x")
+        run = Run("tiny", "warm start + GEP", 8.0, 0.01, 0, True, "x")
         plain, steps = GEPMechanism.clipped_sum, []
 
         def later(self: Any, gradients: Any) -> Any:
             steps.append(1)
-            if len(steps) > last:
+            if len(steps) > whole[0]:
                 raise ValueError("The gradients of the public samples are all zero.")
             return plain(self, gradients)
 
         monkeypatch.setattr(GEPMechanism, "clipped_sum", later)
-        last = 3
+        whole = [3]
         row = train(run, tiny, Place(data=folder))
         assert row["stopped"] == "The gradients of the public samples are all zero."
         assert "diverged" not in row
         assert 0 < row["epsilon"] < 8.0  # of three steps
-        # A mistake in the settings is none.
-        steps.clear()
-        last = 0
-        with pytest.raises(ValueError, match="all zero"):
-            train(run, tiny, Place(data=folder))
+        # A reported run is whole or none; and a mistake in the settings is no result.
+        for tuning, whole[0] in ((False, 3), (True, 0)):
+            steps.clear()
+            with pytest.raises(ValueError, match="all zero"):
+                train(replace(run, tuning=tuning), tiny, Place(data=folder))
 
     def test_rows_learn(self, swept: Results) -> None:
         reached = [r["accuracy"] for r in swept.rows if r["row"] == "public only"]
