@@ -193,6 +193,33 @@ def test_weights_of_one_shape_have_carriers_of_their_own() -> None:
         assert torch.linalg.matrix_norm(one.T @ other, 2) < 0.999
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_s_carriers_are_those_of_its_own_updates(resumed: bool) -> None:
+    """Each weight's, from where the first private step found it; in a new process, too."""
+    g = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 12)).double()
+    mechanism = RGP(rank=2, clip=1.0).bind(Setting(model=model))
+    batch = torch.randn(3, 8, generator=g, dtype=F64)
+    total = mechanism.clipped_sum(per_sample_gradients(model, losses, batch))
+    mechanism.release(total, Noise(seed=0), 1.0)
+    updates = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:  # an update of rank 2, which carriers of rank 2 find
+            u, v = (torch.randn(size, 2, generator=g, dtype=F64) for size in parameter.shape)
+            updates[name] = u @ v.T
+            parameter.data += updates[name]
+    if resumed:
+        state, mechanism = mechanism.state_dict(), RGP(rank=2, clip=1.0).bind(Setting(model=model))
+        mechanism.load_state_dict(state)
+    found = mechanism.carriers()
+    assert found.keys() == updates.keys()
+    for name, update in updates.items():
+        left, right = found[name]
+        assert torch.allclose(left @ (left.T @ update), update, atol=1e-4)
+        assert torch.allclose((update @ right.T) @ right, update, atol=1e-4)
+
+
 # -- privacy --------------------------------------------------------------------------------------
 
 
