@@ -89,7 +89,7 @@ class History:
         """The power method on the historical updates."""
         moved = [now - then for now, then in zip(weights, first, strict=True)]
         updates = weights if step < self.warmup else moved
-        right = [_moved(draw(*u.shape[:-2], rank, u.shape[-1]), u) for u in updates]
+        right = [_placed(draw(*u.shape[:-2], rank, u.shape[-1]), u) for u in updates]
         for _ in range(self.iterations):
             left = orthonormal([u @ r.mT for u, r in zip(updates, right, strict=True)])
             right = [columns.mT @ u for columns, u in zip(left, updates, strict=True)]
@@ -106,7 +106,7 @@ class Chance:
     ) -> list[Carrier]:
         """Random L and R."""
         left, right = (
-            orthonormal([_moved(draw(*w.shape[:-2], w.shape[side], rank), w) for w in weights])
+            orthonormal([_placed(draw(*w.shape[:-2], w.shape[side], rank), w) for w in weights])
             for side in (-2, -1)
         )
         return [Carrier(*both) for both in zip(left, [r.mT for r in right], strict=True)]
@@ -136,6 +136,6 @@ def orthonormal(matrices: Matrices) -> list[Tensor]:
     ]
 
 
-def _moved(numbers: Tensor, like: Tensor) -> Tensor:
+def _placed(numbers: Tensor, like: Tensor) -> Tensor:
     """The numbers where and as `like` is, without waiting for the work before."""
     return numbers.to(like.device, non_blocking=True).to(like.dtype)

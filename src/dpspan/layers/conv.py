@@ -179,7 +179,7 @@ class Patches:
     def _compressed(
         self, x: Tensor, b: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same from patches that are written out."""
+        """G Rᵀ and Lᵀ G from patches that are written out."""
         patches, outputs = self._unfold(x)[:, 0], b.flatten(2)
         return torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
 
