@@ -109,14 +109,18 @@ class RandomLabels:
 
 
 def labels_of(value: str | Labels) -> Labels:
-    """The labels that are meant: "random", "real", or labels as they are."""
-    named: dict[str, Labels] = {"random": RandomLabels(), "real": RealLabels()}
+    """The labels that are meant: "random", "redrawn", "real", or labels as they are."""
+    named: dict[str, Labels] = {
+        "random": RandomLabels(),
+        "redrawn": RandomLabels(redraw=True),
+        "real": RealLabels(),
+    }
     if isinstance(value, str) and value in named:
         return named[value]
     if not isinstance(value, Labels):
         raise ValueError(
-            "Expected public_labels to be 'random', 'real', RandomLabels(redraw=…, seed=…) or "
-            f"RealLabels(), got {value!r}."
+            "Expected public_labels to be 'random', 'redrawn', 'real', RandomLabels(redraw=…, "
+            f"seed=…) or RealLabels(), got {value!r}."
         )
     return value
 

@@ -70,7 +70,7 @@ class SubspaceSection(MethodSection):
     public: str | None = None
     random_subspace: bool = False
     rank: Count
-    public_labels: Literal["random", "real"] = "random"
+    public_labels: Literal["random", "redrawn", "real"] = "random"
     public_samples: Count = 2000
     groups: Count | Literal["by_stage"] = 1
     refresh: Count = 1
