@@ -28,8 +28,8 @@ class Basis(NamedTuple):
 class Solver(Protocol):
     """How the top k eigenvectors of a Gram matrix are found."""
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
-        """The basis; eigenvalues below `floor` times the largest are rounding noise.
+    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
+        """The basis; eigenvalues of at most `floor` are rounding noise.
 
         `previous` is C of the last call, of the same shape, if there was one.
         """
@@ -48,7 +48,7 @@ class Eigh:
         'Eigh()'
     """
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
         """The top eigenvectors."""
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0), vectors.flip(1)
@@ -68,7 +68,7 @@ class Lanczos:
         'Lanczos()'
     """
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor, previous=None)
@@ -109,7 +109,7 @@ class PowerIteration:
         if self.iterations < 1:
             raise ValueError(f"Expected iterations of at least 1, got {self.iterations}.")
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: float, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
         """The directions after `iterations` passes."""
         if previous is None:
             return Eigh()(gram, rank, floor=floor, previous=None)
@@ -127,7 +127,7 @@ class PowerIteration:
             c = _orthonormalised(c @ k, k)
         c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had
         spread = (c @ k).square().sum(1)  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
-        c = torch.where((spread > floor * spread.max()).unsqueeze(1), c / scale.sqrt(), 0.0)
+        c = torch.where((spread * scale > floor).unsqueeze(1), c / scale.sqrt(), 0.0)
         return Basis(c, (spread * scale).sort(descending=True).values)
 
 
@@ -141,8 +141,8 @@ def _orthonormalised(c: Tensor, k: Tensor) -> Tensor:
     return orthonormal
 
 
-def _whitened(values: Tensor, vectors: Tensor, floor: float) -> Tensor:
+def _whitened(values: Tensor, vectors: Tensor, floor: Tensor) -> Tensor:
     """Λ^{-1/2} Qᵀ, with zeros for eigenvalues that are nothing but rounding."""
-    real = values > floor * values[:1].clamp(min=0.0)
+    real = values > floor
     scales = torch.where(real, values, 1.0).rsqrt() * real
     return scales.unsqueeze(1) * vectors.T

@@ -93,7 +93,7 @@ class Subspace:
         if previous is not None and previous.shape == (min(rank, m), m):
             start = previous
         solver = Eigh() if solver is None else solver
-        floor = _rounding(gradients)
+        floor = _rounding(gradients) * gram.diagonal().max()
         # Solvers have errors of their own for what is not finite; here it gives no directions.
         finite = torch.isfinite(gram).all()
         basis = solver(torch.where(finite, gram, 0.0), min(rank, m), floor=floor, previous=start)
@@ -243,7 +243,7 @@ def stable_rank(eigenvalues: Tensor) -> Tensor:
 
 
 def _rounding(gradients: PerSampleGradients) -> float:
-    """Eigenvalues of a Gram matrix below this share of the largest are rounding."""
+    """Eigenvalues of a Gram matrix below this share of its longest gradient's are rounding."""
     arithmetic = Arithmetic.of(gradients.like)
     size = sum(shape.numel() for shape in gradients.shapes.values())
     # Rounded factors err independently, so their errors average out over the p products.
