@@ -240,7 +240,7 @@ def _made(results: Results) -> str:
     )
     tf32 = ", TF32" if any(m["tf32"] for m in made) else ""
     return (
-        f"{len(results.rows):,} runs in all, {dates[0]} to {dates[-1]}; "
+        f"{len(results.rows):,} runs in all, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; "
         f"{several('hardware')}{tf32}; torch {torches}.{inferred if converted else ''}"
     )
 

@@ -275,11 +275,12 @@ def test_random_classes_of_every_pixel(kind: type) -> None:
 
 def test_labels_by_name() -> None:
     assert labels_of("random") == RandomLabels(redraw=False, seed=0)
+    assert labels_of("redrawn") == RandomLabels(redraw=True, seed=0)
     assert labels_of("real") == RealLabels()
     mine = RandomLabels(redraw=True)
     assert labels_of(mine) is mine
     for bad in ("none", None, 3):
-        with pytest.raises(ValueError, match=r"'random', 'real', RandomLabels.*got"):
+        with pytest.raises(ValueError, match=r"'random', 'redrawn', 'real', RandomLabels.*got"):
             labels_of(bad)
     for bad in (-1, 0.5, True):
         with pytest.raises(ValueError, match="seed to be a whole number of at least 0"):

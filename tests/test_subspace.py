@@ -781,7 +781,7 @@ def test_solvers_on_deficient_gram_matrices(solver: Solver) -> None:
 def test_eigenvalues_below_the_floor_are_no_directions(solver: Solver) -> None:
     gram, _ = spectrum(12, 0.1)
     for floor, kept in ((1e-12, 6), (0.9e-4, 5), (1.1e-4, 4), (0.5, 1), (1.5, 0)):
-        c = solver(gram, 6, floor=floor, previous=None).coefficients
+        c = solver(gram, 6, floor=7.0 * floor, previous=None).coefficients
         assert (c[:kept] != 0).any(1).all()
         assert not c[kept:].any()
 
@@ -796,6 +796,21 @@ def test_the_floor_is_above_rounding_and_below_directions() -> None:
         assert Subspace.from_gradients(rows(thin), 50).rank == 6
         falling = torch.randn(200, 500, generator=g).to(dtype) * 0.95 ** torch.arange(500)
         assert Subspace.from_gradients(rows(falling), 50).rank == 50
+
+
+@pytest.mark.parametrize("solver", [Eigh(), Lanczos(), PowerIteration()], ids=repr)
+def test_a_common_direction_hides_no_others(solver: Solver) -> None:
+    """The largest eigenvalue is then m times a gradient's length; rounding does not grow so."""
+    g = torch.Generator().manual_seed(0)
+    common = 30 * torch.randn(500, generator=g)
+    thin = common + torch.randn(200, 6, generator=g) @ torch.randn(6, 500, generator=g)
+    wide = common + torch.randn(200, 500, generator=g)
+    for gradients, rank in ((thin, 7), (wide, 150)):
+        first = Subspace.from_gradients(rows(gradients), 150, solver=solver)
+        then = Subspace.from_gradients(
+            rows(gradients), 150, solver=solver, previous=first.coefficients
+        )
+        assert first.rank == then.rank == rank
 
 
 def test_power_iteration_regains_directions() -> None:

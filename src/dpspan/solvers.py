@@ -17,6 +17,8 @@ from torch import Tensor
 
 _RIDGE = 2.0**-49  # eight units of rounding
 
+Floor = Tensor | float  # a scalar on the GPU need not be waited for
+
 
 class Basis(NamedTuple):
     """k directions in coefficients; those beyond the numerical rank of K are zero."""
@@ -28,7 +30,7 @@ class Basis(NamedTuple):
 class Solver(Protocol):
     """How the top k eigenvectors of a Gram matrix are found."""
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
         """The basis; eigenvalues of at most `floor` are rounding noise.
 
         `previous` is C of the last call, of the same shape, if there was one.
@@ -48,7 +50,7 @@ class Eigh:
         'Eigh()'
     """
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
         """The top eigenvectors."""
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0), vectors.flip(1)
@@ -68,7 +70,7 @@ class Lanczos:
         'Lanczos()'
     """
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor, previous=None)
@@ -109,13 +111,16 @@ class PowerIteration:
         if self.iterations < 1:
             raise ValueError(f"Expected iterations of at least 1, got {self.iterations}.")
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: Tensor, previous: Tensor | None) -> Basis:
+    def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
         """The directions after `iterations` passes."""
         if previous is None:
             return Eigh()(gram, rank, floor=floor, previous=None)
         # Unit scale keeps the powers of K below in range.
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
-        k = gram / scale
+        k, shift = gram / scale, floor / scale
+        # Rounding may leave K eigenvalues below zero, and then no Cholesky factor. K + floor·I has
+        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor), almost one.
+        k.diagonal().add_(shift)
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)
         c = torch.where(
@@ -126,8 +131,8 @@ class PowerIteration:
         for _ in range(self.iterations):
             c = _orthonormalised(c @ k, k)
         c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had
-        spread = (c @ k).square().sum(1)  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
-        c = torch.where((spread * scale > floor).unsqueeze(1), c / scale.sqrt(), 0.0)
+        spread = (c @ k).square().sum(1) - shift  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
+        c = torch.where((spread > shift).unsqueeze(1), c / scale.sqrt(), 0.0)
         return Basis(c, (spread * scale).sort(descending=True).values)
 
 
@@ -141,7 +146,7 @@ def _orthonormalised(c: Tensor, k: Tensor) -> Tensor:
     return orthonormal
 
 
-def _whitened(values: Tensor, vectors: Tensor, floor: Tensor) -> Tensor:
+def _whitened(values: Tensor, vectors: Tensor, floor: Floor) -> Tensor:
     """Λ^{-1/2} Qᵀ, with zeros for eigenvalues that are nothing but rounding."""
     real = values > floor
     scales = torch.where(real, values, 1.0).rsqrt() * real

@@ -243,7 +243,12 @@ def stable_rank(eigenvalues: Tensor) -> Tensor:
 
 
 def _rounding(gradients: PerSampleGradients) -> float:
-    """Eigenvalues of a Gram matrix below this share of its longest gradient's are rounding."""
+    """Eigenvalues below this share of the longest gradient's ‖h‖² are rounding.
+
+    The share is of ‖h‖², not of the largest eigenvalue: that is up to m times as much where the
+    gradients have a direction in common, and their rounding does not grow with it. Errors along the
+    common direction do, but they turn it a little, and move the other eigenvalues by their square.
+    """
     arithmetic = Arithmetic.of(gradients.like)
     size = sum(shape.numel() for shape in gradients.shapes.values())
     # Rounded factors err independently, so their errors average out over the p products.

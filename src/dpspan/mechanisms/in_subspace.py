@@ -31,7 +31,8 @@ class SubspaceMethod:
         public: public samples (Dataset, DataLoader or tensors); only inputs need to fit the model.
         rank: k, the number of directions.
         clip: the clip of the embedding (GEP) or of the gradient (PDP-SGD).
-        public_labels: 'random' (drawn once), 'real', or `RandomLabels(redraw=True)`.
+        public_labels: 'random' (drawn once), 'redrawn' (at every refresh, as in GEP's paper),
+            'real', or `RandomLabels(…)` with a seed of your own.
         public_loss: `public_loss(model, inputs)`, or `(model, inputs, labels)` where the public
             data have labels, gives one loss per sample; by default the engine's criterion does.
         public_samples: at most so many public samples span the subspace; of a larger public
