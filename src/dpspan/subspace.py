@@ -93,10 +93,11 @@ class Subspace:
         if previous is not None and previous.shape == (min(rank, m), m):
             start = previous
         solver = Eigh() if solver is None else solver
-        floor = _rounding(gradients) * gram.diagonal().max()
         # Solvers have errors of their own for what is not finite; here it gives no directions.
         finite = torch.isfinite(gram).all()
-        basis = solver(torch.where(finite, gram, 0.0), min(rank, m), floor=floor, previous=start)
+        gram = torch.where(finite, gram, 0.0)
+        floor = _rounding(gradients) * gram.diagonal().max()
+        basis = solver(gram, min(rank, m), floor=floor, previous=start)
         coefficients = torch.where(finite, basis.coefficients, math.nan)
         return cls(gradients, Basis(coefficients, basis.eigenvalues), kernels)
 
