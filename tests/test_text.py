@@ -51,11 +51,13 @@ def test_gep_fine_tunes_minilm() -> None:
         noise_multiplier=1.0,
         max_physical_batch_size=3,
     )
-    for _, batch in zip(range(2), loader, strict=False):
+    for batch in loader:  # in pieces: how many make a step depends on the sample
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
-    assert engine.ledger.steps >= 1
+        if engine.ledger.steps == 2:
+            break
+    assert engine.ledger.steps == 2
     moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
     assert len(moved) == len(before)  # every parameter has at least its noise
     assert all(p.isfinite().all() for p in model.parameters())
