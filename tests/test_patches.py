@@ -47,7 +47,9 @@ def responses_slowly(responses: PatchResponses, image: Tensor) -> Tensor:
                 positive[:, y, x] = (response - responses.threshold).clamp_min(0)
                 negative[:, y, x] = (-response - responses.threshold).clamp_min(0)
         pools += [
-            nn.functional.adaptive_avg_pool2d(part, responses.grid) for part in (positive, negative)
+            nn.functional.adaptive_avg_pool2d(part, grid).flatten()
+            for grid in responses.grids
+            for part in (positive, negative)
         ]
     return torch.cat(pools)
 
@@ -57,20 +59,24 @@ def slowly(layer: PatchFeatures, image: Tensor) -> Tensor:
     found = responses_slowly(layer.responses, image)
     if layer.responses.mirror:
         found = (found + responses_slowly(layer.responses, image.flip(2))) / 2
-    vector = (
-        found.flatten() ** layer.settings["power"] - layer.mean.double()
-    ) @ layer.basis.double()
+    vector = (found ** layer.settings["power"] - layer.mean.double()) @ layer.basis.double()
     return vector / vector.norm()
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])
 @pytest.mark.parametrize("mirror", [False, True])
-@pytest.mark.parametrize("size", [4, (3, 5)])
+@pytest.mark.parametrize(("size", "grid"), [(4, 2), ((3, 5), 2), (4, (1, 3))])
 def test_features_are_those_of_the_slow_algorithm(
-    size: int | tuple[int, ...], mirror: bool, power: float
+    size: int | tuple[int, ...], grid: int | tuple[int, ...], mirror: bool, power: float
 ) -> None:
     learnt = PatchFeatures.learn(
-        images(60, seed=0), filters=13, size=size, directions=20, mirror=mirror, power=power
+        images(60, seed=0),
+        filters=13,
+        size=size,
+        grid=grid,
+        directions=20,
+        mirror=mirror,
+        power=power,
     )
     seen = images(3, seed=1)
     found = learnt(seen)
@@ -216,9 +222,12 @@ def test_a_copy_shares_the_public_images(learnt: PatchFeatures) -> None:
 
 
 class TestFiles:
-    def test_what_is_loaded_is_what_was_saved(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("grid", [2, (1, 2)])
+    def test_what_is_loaded_is_what_was_saved(self, grid: Any, tmp_path: Path) -> None:
         public, seen = images(30, seed=0), images(4, seed=1)
-        one = PatchFeatures.learn(public, filters=7, size=(3, 5), directions=9, mirror=False)
+        one = PatchFeatures.learn(
+            public, filters=7, size=(3, 5), grid=grid, directions=9, mirror=False
+        )
         one.save(tmp_path / "f.safetensors")
         again = PatchFeatures.load(tmp_path / "f.safetensors", public)
         assert torch.equal(again(seen), one(seen))
@@ -378,6 +387,9 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 14, 14), {"filters": 0}, "filters"),
         (torch.rand(20, 3, 14, 14), {"filters": 1, "size": (3, 4)}, "filters of each size"),
         (torch.rand(20, 3, 14, 14), {"size": ()}, "at least one size"),
+        (torch.rand(20, 3, 14, 14), {"grid": []}, "at least one grid"),
+        (torch.rand(20, 3, 14, 14), {"grid": (2, 0)}, "grid"),
+        (torch.rand(20, 3, 9, 9), {"size": 6, "grid": (1, 5)}, "room for 5 × 5 patches of 6 × 6"),
         (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),
         (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),

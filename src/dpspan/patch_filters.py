@@ -39,21 +39,27 @@ class _Bank(nn.Module):
 
 
 class PatchResponses(nn.Module):
-    """(n, channels, height, width) to (n, 2 · filters, grid, grid): mean responses of both signs.
+    """(n, channels, height, width) to (n, 2 · filters · Σ grid²): mean responses of both signs.
 
-    Only what exceeds a threshold counts. With `mirror`, an image and its mirror image have the same
-    responses: the mean of both.
+    They are means over the parts of each of the `grids`. Only what exceeds a threshold counts. With
+    `mirror`, an image and its mirror image have the same responses: the mean of both.
     """
 
     flat: Tensor
 
     def __init__(
-        self, banks: Sequence[_Bank], flat: Tensor, *, grid: int, threshold: float, mirror: bool
+        self,
+        banks: Sequence[_Bank],
+        flat: Tensor,
+        *,
+        grids: Sequence[int],
+        threshold: float,
+        mirror: bool,
     ) -> None:
         super().__init__()
         self.banks = nn.ModuleList(banks)
         self.register_buffer("flat", flat)
-        self.grid, self.threshold, self.mirror = grid, threshold, mirror
+        self.grids, self.threshold, self.mirror = tuple(grids), threshold, mirror
 
     @classmethod
     def learn(
@@ -62,7 +68,7 @@ class PatchResponses(nn.Module):
         *,
         filters: int,
         sizes: Sequence[int],
-        grid: int,
+        grids: Sequence[int],
         threshold: float,
         mirror: bool,
         generator: torch.Generator,
@@ -75,7 +81,7 @@ class PatchResponses(nn.Module):
             share = filters // len(sizes) + (index < filters % len(sizes))
             rows, offset = _filters(patches, share, generator)
             banks.append(_Bank(rows.view(-1, images.shape[1], size, size), offset))
-        return cls(banks, flat, grid=grid, threshold=threshold, mirror=mirror)
+        return cls(banks, flat, grids=grids, threshold=threshold, mirror=mirror)
 
     @classmethod
     def of(
@@ -83,7 +89,7 @@ class PatchResponses(nn.Module):
         tensors: Mapping[str, Tensor],
         *,
         prefix: str,
-        grid: int,
+        grids: Sequence[int],
         threshold: float,
         mirror: bool,
     ) -> Self:
@@ -91,14 +97,14 @@ class PatchResponses(nn.Module):
         banks: list[_Bank] = []
         while (start := f"{prefix}banks.{len(banks)}.") + "filters" in tensors:
             banks.append(_Bank(tensors[f"{start}filters"], tensors[f"{start}offset"]))
-        return cls(banks, tensors[f"{prefix}flat"], grid=grid, threshold=threshold, mirror=mirror)
+        return cls(banks, tensors[f"{prefix}flat"], grids=grids, threshold=threshold, mirror=mirror)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """A piece of the batch at a time: the responses of all filters are large."""
         first = self._each()[0].filters
         largest_size = max(bank.filters.shape[-1] for bank in self._each())
-        room = largest_size + self.grid - 1
+        room = largest_size + max(self.grids) - 1
         fits = images.dim() == 4 and images.shape[1] == first.shape[1]
         if not fits or min(images.shape[2:]) < room:
             raise ValueError(
@@ -122,7 +128,9 @@ class PatchResponses(nn.Module):
             response /= _deviation(images, bank.filters.shape[-1], self.flat)
             response -= bank.offset[:, None, None]
             above, below = response.clamp_min(self.threshold), response.clamp_max_(-self.threshold)
-            maps += [adaptive_avg_pool2d(above, self.grid), -adaptive_avg_pool2d(below, self.grid)]
+            for grid in self.grids:
+                pooled = adaptive_avg_pool2d(above, grid), -adaptive_avg_pool2d(below, grid)
+                maps += [part.flatten(1) for part in pooled]
         return (torch.cat(maps, 1) - self.threshold).clamp_min_(0)  # 0 but for rounding
 
     def _each(self) -> list[_Bank]:
@@ -130,7 +138,7 @@ class PatchResponses(nn.Module):
 
     def extra_repr(self) -> str:
         """For the model's printout."""
-        return f"grid={self.grid}, threshold={self.threshold}, mirror={self.mirror}"
+        return f"grids={self.grids}, threshold={self.threshold}, mirror={self.mirror}"
 
 
 def _deviation(images: Tensor, size: int, flat: Tensor) -> Tensor:

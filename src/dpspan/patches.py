@@ -100,7 +100,7 @@ class PatchFeatures(PublicLayer):
         *,
         filters: int = 1200,
         size: int | Sequence[int] = (4, 6, 9),
-        grid: int = 2,
+        grid: int | Sequence[int] = 2,
         threshold: float = 0.25,
         mirror: bool = True,
         power: float = 0.6,
@@ -114,9 +114,10 @@ class PatchFeatures(PublicLayer):
 
         Args:
             public: a Dataset, DataLoader, tensors or `PublicData`; images as the model gets them.
-            filters: how many; the features are 2 · filters · grid².
+            filters: how many; the features are 2 · filters · grid², summed over grids.
             size: of a patch, in pixels; of several sizes there are as many filters each.
-            grid: responses are averaged over grid × grid parts of an image.
+            grid: responses are averaged over grid × grid parts of an image; of several, over the
+                parts of each.
             threshold: what a response must exceed, in either direction, to count.
             mirror: give an image and its mirror image the same features, the mean of both. Not
                 for letters or digits.
@@ -131,16 +132,16 @@ class PatchFeatures(PublicLayer):
         expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
         expect(0 < check_number("power", power) <= 1, "0 < power <= 1", power)
         data = PublicData.of(public)
-        sizes = (size,) if isinstance(size, int) else tuple(size)
-        images, responses = _learnt(data, filters, sizes, grid, threshold, mirror, seed, device)
+        sizes, grids = _several(size), _several(grid)
+        images, responses = _learnt(data, filters, sizes, grids, threshold, mirror, seed, device)
         pieces = [piece for moved in _moved(images) for piece in moved.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
-        means = torch.cat([responses(piece).flatten(1) for piece in shown])
+        means = torch.cat([responses(piece) for piece in shown])
         found = _directions(means.pow_(power), directions, whitening)
         settings = {
             "filters": filters,
             "size": list(sizes),
-            "grid": grid,
+            "grid": grid if isinstance(grid, int) else list(grids),
             "threshold": threshold,
             "mirror": mirror,
             "power": power,
@@ -157,7 +158,7 @@ class PatchFeatures(PublicLayer):
                 "Expected images that nothing trainable has changed: PatchFeatures passes no "
                 "gradient on. Put it first, or freeze what comes before it."
             )
-        features = self.responses(images).flatten(1).pow_(self.settings["power"])
+        features = self.responses(images).pow_(self.settings["power"])
         return normalize((features - self.mean) @ self.basis)
 
     def save(self, path: str | Path) -> None:
@@ -190,7 +191,11 @@ class PatchFeatures(PublicLayer):
             )
         grid, threshold, mirror = (settings[name] for name in ("grid", "threshold", "mirror"))
         responses = PatchResponses.of(
-            tensors, prefix="responses.", grid=grid, threshold=threshold, mirror=mirror
+            tensors,
+            prefix="responses.",
+            grids=_several(grid),
+            threshold=threshold,
+            mirror=mirror,
         )
         return cls(data, responses, tensors["mean"], tensors["basis"], settings=settings)
 
@@ -199,26 +204,30 @@ class PatchFeatures(PublicLayer):
         return f"power={self.settings['power']}, {self.basis.shape[1]} directions"
 
 
+def _several(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
 def _learnt(
     data: PublicData,
     filters: int,
     sizes: tuple[int, ...],
-    grid: int,
+    grids: tuple[int, ...],
     threshold: float,
     mirror: bool,
     seed: int,
     device: torch.device | str,
 ) -> tuple[Tensor, PatchResponses]:
     """The public images, and the filters that they give."""
-    expect(bool(sizes), "at least one size", sizes)
-    for each in sizes:
-        check_count("size", each)
-    check_count("grid", grid)
+    for name, several in (("size", sizes), ("grid", grids)):
+        expect(bool(several), f"at least one {name}", several)
+        for each in several:
+            check_count(name, each)
     expect(check_count("filters", filters) >= len(sizes), "filters of each size", filters)
     expect(0 <= check_number("threshold", threshold) < 100, "0 <= threshold < 100", threshold)
     expect(isinstance(mirror, bool), "mirror to be True or False", mirror)
     expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", seed)
-    images = _images(data, min(sizes), max(sizes), grid).to(device)
+    images = _images(data, min(sizes), max(sizes), max(grids)).to(device)
     if not images.std() > 0:
         raise ValueError(f"All pixels of the public data '{data.name}' are alike: give images.")
     if bool((images == images[:1]).all()):
@@ -227,7 +236,7 @@ def _learnt(
         images,
         filters=filters,
         sizes=sizes,
-        grid=grid,
+        grids=grids,
         threshold=threshold,
         mirror=mirror,
         generator=torch.Generator().manual_seed(seed),

@@ -19,7 +19,7 @@ class PatchesSection(Section):
     public: str
     filters: Count = 1200
     size: Annotated[Counts, Field(min_length=1)] = (4, 6, 9)
-    grid: Count = 2
+    grid: Count | Annotated[Counts, Field(min_length=1)] = 2
     threshold: Annotated[float, Field(ge=0, lt=100)] = 0.25
     mirror: bool = True
     power: Annotated[float, Field(gt=0, le=1)] = 0.6
