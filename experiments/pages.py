@@ -232,7 +232,8 @@ def _made(results: Results) -> str:
         return ", ".join(dict.fromkeys(m[key] for m in made))
 
     torches = ", ".join(dict.fromkeys(m["versions"]["torch"] for m in made))
-    dates = sorted(m["date"][:10] for m in made)
+    dates = sorted({m["date"][:10] for m in made})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     converted = sum("converted" in m for m in made)
     inferred = (
         f" {converted:,} of them were converted from an earlier form of the file: their hardware "
@@ -240,7 +241,7 @@ def _made(results: Results) -> str:
     )
     tf32 = ", TF32" if any(m["tf32"] for m in made) else ""
     return (
-        f"{len(results.rows):,} runs in all, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; "
+        f"{len(results.rows):,} runs in all, {when}; "
         f"{several('hardware')}{tf32}; torch {torches}.{inferred if converted else ''}"
     )
 

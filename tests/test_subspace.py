@@ -811,6 +811,10 @@ def test_a_common_direction_hides_no_others(solver: Solver) -> None:
             rows(gradients), 150, solver=solver, previous=first.coefficients
         )
         assert first.rank == then.rank == rank
+        for subspace in (first, then):
+            b = subspace.coefficients @ gradients.double()
+            found = torch.linalg.eigvalsh(b @ b.T)[-rank:]
+            assert float((found - 1).abs().max()) < 0.05  # floor/λ: orthonormal but for rounding
 
 
 def test_power_iteration_regains_directions() -> None:

@@ -119,7 +119,8 @@ class PowerIteration:
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
         k, shift = gram / scale, floor / scale
         # Rounding may leave K eigenvalues below zero, and then no Cholesky factor. K + floor·I has
-        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor), almost one.
+        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor): one, or down to a
+        # half for an eigenvalue just above the floor, and never more than one.
         k.diagonal().add_(shift)
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)
