@@ -19,16 +19,16 @@ import dpspan
 from dpspan.accounting import calibrate
 from dpspan.audit import membership_inference
 from dpspan.config.methods import MethodSection
-from dpspan.patches import PublicLayer
 from dpspan.public import PublicData
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import train_only
 from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
-from experiments.patches import PatchesModel, seen_by
+from experiments.patches import PatchesModel
 from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
+from experiments.samples import Choice, samples_of
 from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
 
 CRITERION = nn.CrossEntropyLoss()
@@ -57,21 +57,9 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
     place.configure()
     row, targets = experiment.rows[run.row], experiment.targets
     hold_out = run.tuning or experiment.attack
-    data = experiment.data.load(place.data, seed=run.seed, hold_out=hold_out)
-    before = row.pretraining.load(place.data, data.private.x) if row.pretraining else None
-    public = [data.public[name] for name in sorted(row.public)]
-    private = data.without([*public, *([] if before is None else [before])]).to(place.device)
-    layer = _layer(row, data, run.seed, place)
-    if layer is not None:
-        held_out, test = data.held_out.to(place.device), data.test.to(place.device)
-        data = replace(
-            data,
-            private=(private := seen_by(layer, private)),
-            held_out=seen_by(layer, held_out),
-            test=seen_by(layer, test),
-            public={name: dpspan.encode_public(layer, each) for name, each in data.public.items()},
-        )
-    model = _model(experiment, row, data, before, run.seed, place)
+    samples = samples_of(Choice.of(experiment.data, row, run.seed, hold_out, place))
+    data, private = samples.data, samples.private
+    model = _model(experiment, row, data, samples.before, run.seed, place)
     trained = _Trained(model)
     if isinstance(row.method, ConvexSection):
         assert run.target is not None
@@ -83,7 +71,7 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
         assert phase is not None
         phase.run(model, CRITERION)
     else:
-        trained = _trained(run, experiment, data, private, model, _declared(before, layer), place)
+        trained = _trained(run, experiment, data, private, model, samples.declared, place)
     judged = (data.held_out if run.tuning else data.test).to(place.device)
     result = {
         **asdict(run),
@@ -225,19 +213,6 @@ def _model(
     if row.trainable is not None:
         model = train_only(model, row.trainable.build())
     return model.to(place.device).train()
-
-
-def _layer(row: Row, data: Data, seed: int, place: Place) -> PublicLayer | None:
-    """The frozen layer of a row that has one."""
-    if not isinstance(row.model, PatchesModel):
-        return None
-    return row.model.learn(data.public[row.model.public], seed=seed, device=place.device)
-
-
-def _declared(before: PublicData | None, layer: PublicLayer | None) -> list[tuple[PublicData, str]]:
-    """Public data that are used outside of the engine, and what for."""
-    found = [] if before is None else [(before, "pre-training, with labels")]
-    return found if layer is None else [*found, (layer.public, type(layer).__name__)]
 
 
 def _phase(row: Row, data: Data, seed: int) -> dpspan.WarmStart | None:

@@ -20,6 +20,7 @@ from experiments.catalogue import load, names
 from experiments.data import ImagesSection, OptIn, OtherFile, UniformNoise
 from experiments.one_run import Run, train
 from experiments.runner import Place, Results, best_of
+from experiments.samples import Choice, samples_of
 from experiments.schema import TrainingExperiment
 from experiments.sweep import all_cells, reported, searched, sweep
 
@@ -125,6 +126,35 @@ def swept(
         for run in reported("tiny", tiny, row, target, results, 2):
             results.add(train(run, tiny, place))
     return results
+
+
+class TestSamples:
+    def choice(self, tiny: TrainingExperiment, row: str, folder: Path, **other: Any) -> Choice:
+        said = {"seed": 0, "hold_out": False, **other}
+        return Choice.of(tiny.data, tiny.rows[row], **said, place=Place(data=folder))
+
+    def test_runs_that_differ_in_their_training_only_share_them(
+        self, tiny: TrainingExperiment, folder: Path
+    ) -> None:
+        one = samples_of(self.choice(tiny, "DP-SGD", folder))
+        assert samples_of(self.choice(tiny, "DP-SGD, views", folder)) is one
+
+    @pytest.mark.parametrize(
+        ("row", "other"),
+        [
+            ("patches", {"seed": 1}),
+            ("patches", {"hold_out": True}),
+            ("patches + GEP", {}),  # another size of patches
+            ("warm start + GEP", {}),  # copies of its public data are left out
+            ("pre-trained", {}),
+        ],
+    )
+    def test_others_do_not(
+        self, row: str, other: dict[str, Any], tiny: TrainingExperiment, folder: Path
+    ) -> None:
+        one = self.choice(tiny, "patches", folder)
+        assert one != self.choice(tiny, row, folder, **other)
+        assert samples_of(one) is not samples_of(self.choice(tiny, row, folder, **other))
 
 
 class TestFiles:

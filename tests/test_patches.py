@@ -137,32 +137,48 @@ def test_centres_find_directions_whatever_their_sign() -> None:
 def test_whitening_makes_directions_alike(
     whitening: float, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "_ROWS", 70)
+    monkeypatch.setattr(patches, "_AT_A_TIME", 7)
     torch.manual_seed(0)
     features = torch.randn(samples, 20) * torch.linspace(1, 8, 20) @ torch.randn(20, 20)
-    mean, basis = _directions(features, 12, whitening)
+    mean, basis = _directions(features.clone(), 12, whitening)
     turned = (features - mean) @ basis
     covariance = torch.cov(turned.T)
     lengths = covariance.diagonal()
     off = covariance - torch.diag(lengths)
     assert off.abs().max() < 1e-3 * lengths.max()  # principal directions
-    plain = torch.cov(((features - mean) @ _directions(features, 12, 0.0)[1]).T).diagonal()
+    unchanged = _directions(features.clone(), 12, 0.0)[1]
+    plain = torch.cov(((features - mean) @ unchanged).T).diagonal()
     expected = plain / (plain / plain[0]) ** whitening
     assert torch.allclose(lengths, expected, rtol=1e-3)
 
 
 def test_no_more_directions_than_the_public_images_have() -> None:
-    features = PatchFeatures.learn(images(5, seed=0), filters=8, size=4, directions=500)
+    five = images(5, seed=0)
+    features = PatchFeatures.learn(five, filters=8, size=4, directions=500)
     assert features.basis.shape[1] == 14  # five images at three places, without their mean
+    features = PatchFeatures.learn(five, filters=8, size=4, directions=500, vertical=True)
+    assert features.basis.shape[1] == 44  # at nine places
 
 
 def test_public_images_also_count_moved() -> None:
     seen = torch.arange(8.0).view(1, 1, 1, 8)
-    middle, right, left = (part.flatten().tolist() for part in _moved(seen))
+    middle, right, left = (part.flatten().tolist() for part in _moved(seen, False))
     assert middle == [0, 1, 2, 3, 4, 5, 6, 7]
     assert right == [3, 2, 1, 0, 1, 2, 3, 4]
     assert left == [3, 4, 5, 6, 7, 6, 5, 4]
-    assert all(part.shape == (1, 1, 1, 2) for part in _moved(seen[..., :2]))
+    assert all(part.shape == (1, 1, 1, 2) for part in _moved(seen[..., :2], False))
+
+
+def test_public_images_may_count_moved_upwards_and_downwards() -> None:
+    seen = torch.arange(64.0).view(1, 1, 8, 8)
+    places = _moved(seen, True)
+    assert torch.equal(places[0], seen)
+    found = {tuple(part.flatten().tolist()) for part in places}
+    sideways = {tuple(part.flatten().tolist()) for part in _moved(seen, False)}
+    upwards = {tuple(part.mT.flatten().tolist()) for part in _moved(seen.mT, False)}
+    assert len(found) == 9
+    assert sideways | upwards <= found
+    assert all(part.shape == (1, 1, 1, 2) for part in _moved(seen[..., :1, :2], True))
 
 
 def test_the_same_seed_gives_the_same_features() -> None:
@@ -388,6 +404,7 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 14, 14), {"filters": 1, "size": (3, 4)}, "filters of each size"),
         (torch.rand(20, 3, 14, 14), {"size": ()}, "at least one size"),
         (torch.rand(20, 3, 14, 14), {"grid": []}, "at least one grid"),
+        (torch.rand(20, 3, 14, 14), {"vertical": 1}, "vertical to be True or False"),
         (torch.rand(20, 3, 14, 14), {"grid": (2, 0)}, "grid"),
         (torch.rand(20, 3, 9, 9), {"size": 6, "grid": (1, 5)}, "room for 5 × 5 patches of 6 × 6"),
         (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),

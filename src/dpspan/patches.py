@@ -27,9 +27,9 @@ from dpspan.progress import watched
 from dpspan.public import PublicData
 
 _AT_ONCE = 256  # images
+_AT_A_TIME = 4096  # rows, or columns, of a Gram matrix's factor
 _FORMAT = "dpspan.PatchFeatures"
 _MOVED = 3  # pixels: public images also count moved to either side, which gives more directions
-_ROWS = 8192  # of features, summed at a time
 _SMALLEST = 0.1  # share of the mean deviation that is added to a feature's
 
 
@@ -106,6 +106,7 @@ class PatchFeatures(PublicLayer):
         power: float = 0.6,
         directions: int = 1000,
         whitening: float = 0.75,
+        vertical: bool = False,
         seed: int = 0,
         device: torch.device | str = "cpu",
         progress: bool = True,
@@ -124,6 +125,8 @@ class PatchFeatures(PublicLayer):
             power: of a mean response; below 1, many weak responses count more than few strong ones.
             directions: most principal directions of the features that are kept.
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
+            vertical: find directions from public images moved upwards and downwards, too, not only
+                to either side: nine times each instead of three. For more than 2,000 directions.
             seed: for the patches that are looked at and where k-means starts.
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
@@ -131,10 +134,11 @@ class PatchFeatures(PublicLayer):
         check_count("directions", directions)
         expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
         expect(0 < check_number("power", power) <= 1, "0 < power <= 1", power)
+        expect(isinstance(vertical, bool), "vertical to be True or False", vertical)
         data = PublicData.of(public)
         sizes, grids = _several(size), _several(grid)
         images, responses = _learnt(data, filters, sizes, grids, threshold, mirror, seed, device)
-        pieces = [piece for moved in _moved(images) for piece in moved.split(_AT_ONCE)]
+        pieces = [piece for moved in _moved(images, vertical) for piece in moved.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
         means = torch.cat([responses(piece) for piece in shown])
         found = _directions(means.pow_(power), directions, whitening)
@@ -147,6 +151,7 @@ class PatchFeatures(PublicLayer):
             "power": power,
             "directions": directions,
             "whitening": whitening,
+            "vertical": vertical,
             "seed": seed,
         }
         return cls(data, responses, *found, settings=settings)
@@ -263,34 +268,39 @@ def _images(data: PublicData, smallest: int, size: int, grid: int) -> Tensor:
     return inputs.float()
 
 
-def _moved(images: Tensor) -> list[Tensor]:
+def _moved(images: Tensor, vertical: bool) -> list[Tensor]:
     """The images, and the same moved to either side; what comes in mirrors what is there."""
-    by = min(_MOVED, images.shape[3] - 1)
-    wide = pad(images, (by, by, 0, 0), mode="reflect")
-    return [wide[..., start : start + images.shape[3]] for start in (by, 0, 2 * by)]
+    height, width = images.shape[2:]
+    down, right = (min(_MOVED, height - 1) if vertical else 0), min(_MOVED, width - 1)
+    wide = pad(images, (right, right, down, down), mode="reflect")
+    tops = (down, 0, 2 * down) if vertical else (0,)
+    places = [(top, left) for top in tops for left in (right, 0, 2 * right)]
+    return [wide[..., top : top + height, left : left + width] for top, left in places]
 
 
 def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor, Tensor]:
-    """The mean, and the principal directions of scaled features, divided by σ^whitening."""
+    """The mean, and the principal directions of scaled features, divided by σ^whitening.
+
+    What `features` held is lost: of thousands of filters they are gigabytes.
+    """
     mean, deviation = features.mean(0), features.std(0)
     if not deviation.max() > 1e-6 * features.abs().max():
         raise ValueError("The features of the public images are all alike: lower the threshold.")
     scale = deviation + _SMALLEST * deviation.mean()
-    # By the smaller of the two Gram matrices.
-    if len(features) < features.shape[1]:
-        scaled = ((features - mean) / scale).double()
-        lengths, vectors = _spectrum(scaled @ scaled.T)
-        kept = min(count, len(lengths))
-        basis = scaled.T @ (vectors[:, :kept] / lengths[:kept])
-    else:
-        gram = features.new_zeros(len(mean), len(mean), dtype=torch.float64)
-        for part in features.split(_ROWS):
-            scaled = ((part - mean) / scale).double()
-            gram += scaled.T @ scaled
-        lengths, vectors = _spectrum(gram)
-        kept = min(count, len(lengths))
-        basis = vectors[:, :kept]
-    basis = basis / (lengths[:kept] / lengths[0]) ** whitening
+    scaled = features.sub_(mean).div_(scale)
+    # By the smaller of the two Gram matrices, a piece at a time.
+    few = len(scaled) < scaled.shape[1]
+    shorter = scaled if few else scaled.T
+    gram = scaled.new_zeros(len(shorter), len(shorter), dtype=torch.float64)
+    for part in shorter.split(_AT_A_TIME, dim=1):
+        gram.addmm_(part.double(), part.double().T)
+    lengths, vectors = _spectrum(gram)
+    kept = min(count, len(lengths))
+    lengths, basis = lengths[:kept], vectors[:, :kept]
+    if few:
+        weights = basis / lengths
+        basis = torch.cat([p.double().T @ weights for p in scaled.split(_AT_A_TIME, dim=1)])
+    basis = basis / (lengths / lengths[0]) ** whitening
     return mean, basis.to(scale.dtype) / scale[:, None]
 
 
