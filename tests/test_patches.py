@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 import dpspan
 from dpspan import patch_filters, patches
 from dpspan.patch_filters import PatchResponses, _centres
-from dpspan.patches import PatchFeatures, _directions, _moved
+from dpspan.patches import PatchFeatures, _directions
 
 
 def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
@@ -155,30 +155,34 @@ def test_whitening_makes_directions_alike(
 def test_no_more_directions_than_the_public_images_have() -> None:
     five = images(5, seed=0)
     features = PatchFeatures.learn(five, filters=8, size=4, directions=500)
-    assert features.basis.shape[1] == 14  # five images at three places, without their mean
-    features = PatchFeatures.learn(five, filters=8, size=4, directions=500, vertical=True)
-    assert features.basis.shape[1] == 44  # at nine places
+    assert features.basis.shape[1] == 14  # three views of five images, without their mean
+    features = PatchFeatures.learn(five, filters=8, size=4, directions=500, views=9)
+    assert features.basis.shape[1] == 44  # nine views
 
 
-def test_public_images_also_count_moved() -> None:
-    seen = torch.arange(8.0).view(1, 1, 1, 8)
-    middle, right, left = (part.flatten().tolist() for part in _moved(seen, False))
-    assert middle == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert right == [3, 2, 1, 0, 1, 2, 3, 4]
-    assert left == [3, 4, 5, 6, 7, 6, 5, 4]
-    assert all(part.shape == (1, 1, 1, 2) for part in _moved(seen[..., :2], False))
+def test_further_views_change_public_images_at_random_for_directions_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    public, seen = images(30, seed=0), []
 
+    def noted(batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch)
+        return batch + torch.rand(len(batch), 1, 14, 14)
 
-def test_public_images_may_count_moved_upwards_and_downwards() -> None:
-    seen = torch.arange(64.0).view(1, 1, 8, 8)
-    places = _moved(seen, True)
-    assert torch.equal(places[0], seen)
-    found = {tuple(part.flatten().tolist()) for part in places}
-    sideways = {tuple(part.flatten().tolist()) for part in _moved(seen, False)}
-    upwards = {tuple(part.mT.flatten().tolist()) for part in _moved(seen.mT, False)}
-    assert len(found) == 9
-    assert sideways | upwards <= found
-    assert all(part.shape == (1, 1, 1, 2) for part in _moved(seen[..., :1, :2], True))
+    monkeypatch.setattr(patches, "_AUGMENT", noted)
+    settings: Any = {"filters": 8, "size": 4, "directions": 9}
+    before = torch.get_rng_state()
+    one, three, other = (
+        PatchFeatures.learn(public, **settings, views=views, seed=seed)
+        for views, seed in ((1, 0), (3, 0), (3, 0))
+    )
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's own draws
+    assert len(seen) == 4
+    assert all(torch.equal(batch, public) for batch in seen)
+    for name, filters in one.responses.state_dict().items():
+        assert torch.equal(three.responses.state_dict()[name], filters)
+    assert not torch.allclose(one.mean, three.mean, atol=1e-3)
+    assert torch.equal(three.mean, other.mean)
 
 
 def test_the_same_seed_gives_the_same_features() -> None:
@@ -404,7 +408,7 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 14, 14), {"filters": 1, "size": (3, 4)}, "filters of each size"),
         (torch.rand(20, 3, 14, 14), {"size": ()}, "at least one size"),
         (torch.rand(20, 3, 14, 14), {"grid": []}, "at least one grid"),
-        (torch.rand(20, 3, 14, 14), {"vertical": 1}, "vertical to be True or False"),
+        (torch.rand(20, 3, 14, 14), {"views": 0}, "views"),
         (torch.rand(20, 3, 14, 14), {"grid": (2, 0)}, "grid"),
         (torch.rand(20, 3, 9, 9), {"size": 6, "grid": (1, 5)}, "room for 5 × 5 patches of 6 × 6"),
         (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),

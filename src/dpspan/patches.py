@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import normalize
 
+from dpspan.augmentation import RandomAffine
 from dpspan.checks import check_count, check_number, expect
 from dpspan.files import replacing
 from dpspan.patch_filters import PatchResponses
@@ -29,7 +30,7 @@ from dpspan.public import PublicData
 _AT_ONCE = 256  # images
 _AT_A_TIME = 4096  # rows, or columns, of a Gram matrix's factor
 _FORMAT = "dpspan.PatchFeatures"
-_MOVED = 3  # pixels: public images also count moved to either side, which gives more directions
+_AUGMENT = RandomAffine(degrees=10, shift=0.1, scale=0.15, shear=0.1)  # of further views
 _SMALLEST = 0.1  # share of the mean deviation that is added to a feature's
 
 
@@ -106,7 +107,7 @@ class PatchFeatures(PublicLayer):
         power: float = 0.6,
         directions: int = 1000,
         whitening: float = 0.75,
-        vertical: bool = False,
+        views: int = 3,
         seed: int = 0,
         device: torch.device | str = "cpu",
         progress: bool = True,
@@ -125,8 +126,8 @@ class PatchFeatures(PublicLayer):
             power: of a mean response; below 1, many weak responses count more than few strong ones.
             directions: most principal directions of the features that are kept.
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
-            vertical: find directions from public images moved upwards and downwards, too, not only
-                to either side: nine times each instead of three. For more than 2,000 directions.
+            views: how often each public image counts where directions are found: as it is, and
+                otherwise turned, moved and scaled a little, at random. More directions need more.
             seed: for the patches that are looked at and where k-means starts.
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
@@ -134,13 +135,15 @@ class PatchFeatures(PublicLayer):
         check_count("directions", directions)
         expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
         expect(0 < check_number("power", power) <= 1, "0 < power <= 1", power)
-        expect(isinstance(vertical, bool), "vertical to be True or False", vertical)
+        check_count("views", views)
         data = PublicData.of(public)
         sizes, grids = _several(size), _several(grid)
         images, responses = _learnt(data, filters, sizes, grids, threshold, mirror, seed, device)
-        pieces = [piece for moved in _moved(images, vertical) for piece in moved.split(_AT_ONCE)]
+        pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
-        means = torch.cat([responses(piece) for piece in shown])
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            means = torch.cat([responses(_changed(piece) if v else piece) for piece, v in shown])
         found = _directions(means.pow_(power), directions, whitening)
         settings = {
             "filters": filters,
@@ -151,7 +154,7 @@ class PatchFeatures(PublicLayer):
             "power": power,
             "directions": directions,
             "whitening": whitening,
-            "vertical": vertical,
+            "views": views,
             "seed": seed,
         }
         return cls(data, responses, *found, settings=settings)
@@ -268,14 +271,9 @@ def _images(data: PublicData, smallest: int, size: int, grid: int) -> Tensor:
     return inputs.float()
 
 
-def _moved(images: Tensor, vertical: bool) -> list[Tensor]:
-    """The images, and the same moved to either side; what comes in mirrors what is there."""
-    height, width = images.shape[2:]
-    down, right = (min(_MOVED, height - 1) if vertical else 0), min(_MOVED, width - 1)
-    wide = pad(images, (right, right, down, down), mode="reflect")
-    tops = (down, 0, 2 * down) if vertical else (0,)
-    places = [(top, left) for top in tops for left in (right, 0, 2 * right)]
-    return [wide[..., top : top + height, left : left + width] for top, left in places]
+def _changed(images: Tensor) -> Tensor:
+    """Each in its own way, which is the same on every device."""
+    return _AUGMENT(images.cpu()).to(images.device)
 
 
 def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor, Tensor]:

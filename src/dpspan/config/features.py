@@ -25,7 +25,7 @@ class PatchesSection(Section):
     power: Annotated[float, Field(gt=0, le=1)] = 0.6
     directions: Count = 1000
     whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
-    vertical: bool = False
+    views: Count = 3
 
     @property
     def settings(self) -> dict[str, Any]:
