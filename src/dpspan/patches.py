@@ -128,7 +128,7 @@ class PatchFeatures(PublicLayer):
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
             views: how often each public image counts where directions are found: as it is, and
                 otherwise turned, moved and scaled a little, at random. More directions need more.
-            seed: for the patches that are looked at and where k-means starts.
+            seed: for the patches that are looked at, where k-means starts, and the views.
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
         """
