@@ -137,7 +137,7 @@ def test_centres_find_directions_whatever_their_sign() -> None:
 def test_whitening_makes_directions_alike(
     whitening: float, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "_AT_A_TIME", 7)
+    monkeypatch.setattr(patches, "_COLUMNS", 7)
     torch.manual_seed(0)
     features = torch.randn(samples, 20) * torch.linspace(1, 8, 20) @ torch.randn(20, 20)
     mean, basis = _directions(features.clone(), 12, whitening)
@@ -171,18 +171,19 @@ def test_further_views_change_public_images_at_random_for_directions_only(
 
     monkeypatch.setattr(patches, "_AUGMENT", noted)
     settings: Any = {"filters": 8, "size": 4, "directions": 9}
-    before = torch.get_rng_state()
-    one, three, other = (
-        PatchFeatures.learn(public, **settings, views=views, seed=seed)
-        for views, seed in ((1, 0), (3, 0), (3, 0))
-    )
-    assert torch.equal(torch.get_rng_state(), before)  # the caller's own draws
+    found = []
+    for views in (1, 3, 3):
+        torch.rand(7)
+        before = torch.get_rng_state()
+        found.append(PatchFeatures.learn(public, **settings, views=views))
+        assert torch.equal(torch.get_rng_state(), before)  # the caller's own draws
+    one, three, again = found
     assert len(seen) == 4
     assert all(torch.equal(batch, public) for batch in seen)
     for name, filters in one.responses.state_dict().items():
         assert torch.equal(three.responses.state_dict()[name], filters)
     assert not torch.allclose(one.mean, three.mean, atol=1e-3)
-    assert torch.equal(three.mean, other.mean)
+    assert torch.equal(three.mean, again.mean)
 
 
 def test_the_same_seed_gives_the_same_features() -> None:

@@ -28,7 +28,7 @@ from dpspan.progress import watched
 from dpspan.public import PublicData
 
 _AT_ONCE = 256  # images
-_AT_A_TIME = 4096  # rows, or columns, of a Gram matrix's factor
+_COLUMNS = 4096  # of a Gram matrix's factor, multiplied at a time
 _FORMAT = "dpspan.PatchFeatures"
 _AUGMENT = RandomAffine(degrees=10, shift=0.1, scale=0.15, shear=0.1)  # of further views
 _SMALLEST = 0.1  # share of the mean deviation that is added to a feature's
@@ -141,9 +141,9 @@ class PatchFeatures(PublicLayer):
         images, responses = _learnt(data, filters, sizes, grids, threshold, mirror, seed, device)
         pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]):  # the views' draws leave the caller's alone
             torch.default_generator.manual_seed(seed)
-            means = torch.cat([responses(_changed(piece) if v else piece) for piece, v in shown])
+            means = torch.cat([responses(_changed(x) if view else x) for x, view in shown])
         found = _directions(means.pow_(power), directions, whitening)
         settings = {
             "filters": filters,
@@ -290,14 +290,14 @@ def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor,
     few = len(scaled) < scaled.shape[1]
     shorter = scaled if few else scaled.T
     gram = scaled.new_zeros(len(shorter), len(shorter), dtype=torch.float64)
-    for part in shorter.split(_AT_A_TIME, dim=1):
+    for part in shorter.split(_COLUMNS, dim=1):
         gram.addmm_(part.double(), part.double().T)
     lengths, vectors = _spectrum(gram)
     kept = min(count, len(lengths))
     lengths, basis = lengths[:kept], vectors[:, :kept]
     if few:
         weights = basis / lengths
-        basis = torch.cat([p.double().T @ weights for p in scaled.split(_AT_A_TIME, dim=1)])
+        basis = torch.cat([p.double().T @ weights for p in scaled.split(_COLUMNS, dim=1)])
     basis = basis / (lengths / lengths[0]) ** whitening
     return mean, basis.to(scale.dtype) / scale[:, None]
 
