@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from dpspan.errors import CaptureError
 from dpspan.gradients import PerSampleGradients, carried_names
 from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
+from dpspan.layers.recurrent import Terms, is_recurrent, sequences, step_by_step
 from dpspan.layers.terms import Rows, Term
 from dpspan.numerics import exact
 
@@ -188,8 +189,11 @@ class Capture:
         if own and rule is None:
             # Its forward may use its own and its children's parameters in any way, so torch.func
             # takes the whole subtree.
-            module.forward = _Forward(self, path, module)
-            self._generic.append(module)
+            for name, part in module.named_modules(prefix=path):
+                if part is module or (is_recurrent(part, _inner_forward(part)) and part not in seen):
+                    part.forward = _Forward(self, name, part)
+                    self._generic.append(part)
+                    seen.add(part)
             return
         if own and rule is not None:
             layer = _Layer(self, path, rule)
@@ -342,19 +346,29 @@ class _Layer:
             # Given one copy of the output each, the samples' gradients arrive apart.
             x = x.expand(self._capture.samples, *x.shape[1:])
             output = output.expand(self._capture.samples, *output.shape[1:])
-        version = x._version
+        unchanged = _unchanged(self._path, x)
 
         def receive(grad: Tensor) -> None:
-            if x._version != version:
-                raise CaptureError(
-                    f"The input of '{self._path}' was modified in place after the layer used it. "
-                    "Use the out-of-place form of that operation."
-                )
+            unchanged()
             for name, term in self._rule(module, x, grad):
                 if name in hidden:
                     self._capture.add(hidden[name], term, self._path)
 
         return self._capture.listen(output, self._path, receive)
+
+
+def _unchanged(path: str, *inputs: Tensor) -> Callable[[], None]:
+    """A check that inputs which a layer has used are still what they were."""
+    versions = [x._version for x in inputs]
+
+    def check() -> None:
+        if versions != [x._version for x in inputs]:
+            raise CaptureError(
+                f"The input of '{path}' was modified in place after the layer used it. "
+                "Use the out-of-place form of that operation."
+            )
+
+    return check
 
 
 class _Forward:
@@ -364,6 +378,8 @@ class _Forward:
         self.capture, self._path, self._module = capture, path, module
         self._users = vars(module).get("forward")  # a forward pass given to this very module
         self._forward: Callable[..., Any] = self._users or _own_forward(module)
+        self.inner = _inner_forward(module)
+        self._recurrent = is_recurrent(module, self.inner)
 
     def restore(self) -> None:
         """Give the module its forward pass back."""
@@ -374,6 +390,8 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         capture = self.capture
+        if self._recurrent and (capture.active or capture._inside_generic):
+            return self._step_by_step(*args, **kwargs)
         if not capture.active:
             return self._forward(*args, **kwargs)
         samples = capture.samples
@@ -404,6 +422,34 @@ class _Forward:
                     "dpspan.fix(model)."
                 ) from error
 
+    def _step_by_step(self, *args: Any, **kwargs: Any) -> Any:
+        capture, module = self.capture, cast(nn.RNNBase, self._module)
+        weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if not capture.active:  # torch.func vectorises these steps, but no fused kernel
+            return step_by_step(module, weights, lambda x, _: x, *args, **kwargs)
+        found = sequences(module, args[0] if args else kwargs["input"])
+        if found != capture.samples:
+            raise CaptureError(
+                f"Layer '{self._path}' ({type(module).__name__}) saw {found} sequences, the batch "
+                f"has {capture.samples} samples. Its input must be the whole batch, of shape "
+                "(samples, steps, features) with batch_first=True, which is not the default, or of "
+                "shape (steps, samples, features) without."
+            )
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        unchanged = _unchanged(self._path, *given)
+
+        def listen(output: Tensor, terms: Terms) -> Tensor:
+            def receive(grad: Tensor) -> None:
+                unchanged()
+                for name, term in terms(grad):
+                    if name in weights and weights[name].requires_grad:
+                        capture.add(weights[name], term, self._path)
+
+            return capture.listen(output, self._path, receive)
+
+        hidden = {name: weight.detach() for name, weight in weights.items()}
+        return step_by_step(module, hidden, listen, *args, **kwargs)
+
     # A copy of the model is an ordinary model: its forward is its class's again.
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         return _own_forward(memo[id(self._module)])
@@ -432,6 +478,12 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _own_forward(module: nn.Module) -> MethodType:
     return MethodType(type(module).forward, module)
+
+
+def _inner_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward pass below the stand-ins of all captures."""
+    forward: Callable[..., Any] = module.forward
+    return forward.inner if isinstance(forward, _Forward) else forward
 
 
 class Hook:
