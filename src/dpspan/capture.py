@@ -23,7 +23,7 @@ from dpspan.errors import CaptureError
 from dpspan.gradients import PerSampleGradients, carried_names
 from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
-from dpspan.layers.recurrent import Terms, is_recurrent, sequences, step_by_step
+from dpspan.layers.recurrent import Terms, is_of_opacus, is_recurrent, sequences, step_by_step
 from dpspan.layers.terms import Rows, Term
 from dpspan.numerics import exact
 
@@ -189,8 +189,13 @@ class Capture:
         if own and rule is None:
             # Its forward may use its own and its children's parameters in any way, so torch.func
             # takes the whole subtree.
+            if is_of_opacus(module):
+                raise CaptureError(
+                    f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
+                    "have the batch in front: use torch's own, or dpspan.fix(model)."
+                )
             for name, part in module.named_modules(prefix=path):
-                if part is module or (is_recurrent(part, _inner_forward(part)) and part not in seen):
+                if part is module or (part not in seen and is_recurrent(part)):
                     part.forward = _Forward(self, name, part)
                     self._generic.append(part)
                     seen.add(part)
@@ -378,8 +383,8 @@ class _Forward:
         self.capture, self._path, self._module = capture, path, module
         self._users = vars(module).get("forward")  # a forward pass given to this very module
         self._forward: Callable[..., Any] = self._users or _own_forward(module)
-        self.inner = _inner_forward(module)
-        self._recurrent = is_recurrent(module, self.inner)
+        self.inner = getattr(self._forward, "inner", self._forward)  # below other stand-ins
+        self._recurrent = is_recurrent(module)
 
     def restore(self) -> None:
         """Give the module its forward pass back."""
@@ -478,12 +483,6 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _own_forward(module: nn.Module) -> MethodType:
     return MethodType(type(module).forward, module)
-
-
-def _inner_forward(module: nn.Module) -> Callable[..., Any]:
-    """A module's forward pass below the stand-ins of all captures."""
-    forward: Callable[..., Any] = module.forward
-    return forward.inner if isinstance(forward, _Forward) else forward
 
 
 class Hook:

@@ -26,8 +26,9 @@ State = tuple[Tensor, ...]  # h, and c of an LSTM
 _FORWARDS = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
 
 
-def is_recurrent(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a module with this forward pass computes what torch's class does."""
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether it computes what torch's class does, with the parameters of that class."""
+    forward = getattr(module.forward, "inner", module.forward)  # a capture may stand in for it
     return (
         isinstance(module, nn.RNNBase)
         and getattr(forward, "__func__", None) in _FORWARDS
@@ -35,13 +36,17 @@ def is_recurrent(module: nn.Module, forward: Callable[..., Any]) -> bool:
     )
 
 
+def is_of_opacus(module: nn.Module) -> bool:
+    """Whether it is one of Opacus' layers; asked without importing Opacus."""
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+    return "opacus.layers.dp_rnn.DPRNNBase" in names
+
+
 def sequences(module: nn.RNNBase, x: Tensor | PackedSequence) -> int:
     """How many sequences an input holds."""
     if isinstance(x, PackedSequence):
         return int(x.batch_sizes[0])
-    if x.dim() != 3:
-        raise ValueError(f"Expected a batch of sequences, got an input of shape {tuple(x.shape)}.")
-    return x.shape[0 if module.batch_first else 1]
+    return x.shape[0 if module.batch_first else 1] if x.dim() == 3 else 1
 
 
 def step_by_step(
