@@ -219,6 +219,47 @@ def test_packed_sequences_straight_from_the_loader() -> None:
     assert torch.allclose(grads, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_forward_passes(kind: str, autocast: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = KINDS[kind](3, 4, num_layers=2, batch_first=True), torch.randn(N, STEPS, 3)
+    oracle = per_sample_matrix(layer, loss_per_sample, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        J = dpspan.per_sample_gradients(layer, loss_per_sample, x)
+    error = (J.matrix() - oracle).norm() / oracle.norm()
+    assert error < (0.05 if autocast else 1e-5)  # bfloat16 has eight bits
+
+
+class Cells(nn.Module):
+    """A loop over cells, as people write it, with a state that starts from the data."""
+
+    def __init__(self, kind: type[nn.Module], start: bool, bias: bool) -> None:
+        super().__init__()
+        self.first, self.cell = nn.Linear(3, 4), kind(3, 4, bias=bias)
+        self.start = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        if self.start:
+            h = self.first(x[:, 0])
+            state = (h, h.tanh()) if isinstance(self.cell, nn.LSTMCell) else h
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return torch.cat(state, 1) if isinstance(state, tuple) else state
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_cells_in_a_loop(kind: type[nn.Module], start: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Cells(kind, start, bias).double(), torch.randn(N, STEPS, 3).double()
+    J = dpspan.per_sample_gradients(model, loss_per_sample, x)
+    oracle = per_sample_matrix(model, loss_per_sample, x)
+    assert torch.allclose(J.matrix(), oracle, rtol=0, atol=1e-11)
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -232,10 +273,11 @@ def test_a_batch_in_the_wrong_dimension_is_refused_by_name() -> None:
             return self.rnn(x)[0]
 
     with pytest.raises(
-        dpspan.CaptureError, match=r"'rnn' \(LSTM\) saw 6 sequences.*5 samples.*batch_first=True"
+        dpspan.CaptureError,
+        match=r"'rnn' \(LSTM\) saw 6 samples, the batch has 5\..*batch_first=True",
     ):
         dpspan.per_sample_gradients(Wrong(), loss_per_sample, torch.randn(N, STEPS, 3))
-    with pytest.raises(dpspan.CaptureError, match=r"'rnn' \(LSTM\) saw 1 sequences"):
+    with pytest.raises(dpspan.CaptureError, match=r"'rnn' \(LSTM\) saw 0 samples"):
         dpspan.per_sample_gradients(Wrong(), loss_per_sample, torch.randn(N, 3))
 
 

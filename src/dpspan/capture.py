@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -428,17 +428,17 @@ class _Forward:
                 ) from error
 
     def _step_by_step(self, *args: Any, **kwargs: Any) -> Any:
-        capture, module = self.capture, cast(nn.RNNBase, self._module)
+        capture, module = self.capture, self._module
         weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not capture.active:  # torch.func vectorises these steps, but no fused kernel
             return step_by_step(module, weights, lambda x, _: x, *args, **kwargs)
         found = sequences(module, args[0] if args else kwargs["input"])
         if found != capture.samples:
             raise CaptureError(
-                f"Layer '{self._path}' ({type(module).__name__}) saw {found} sequences, the batch "
-                f"has {capture.samples} samples. Its input must be the whole batch, of shape "
-                "(samples, steps, features) with batch_first=True, which is not the default, or of "
-                "shape (steps, samples, features) without."
+                f"Layer '{self._path}' ({type(module).__name__}) saw {found} samples, the batch "
+                f"has {capture.samples}. Its input must be the whole batch: of shape (samples, "
+                "steps, features) if it is built with batch_first=True, which is not the default, "
+                "(steps, samples, features) if it is not, (samples, features) for a cell."
             )
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         unchanged = _unchanged(self._path, *given)

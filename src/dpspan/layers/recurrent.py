@@ -1,4 +1,4 @@
-"""nn.LSTM, nn.GRU and nn.RNN, one step after the other instead of in torch's fused kernel.
+"""nn.LSTM, nn.GRU and nn.RNN, one step after the other instead of in torch's fused kernel; cells.
 
 The kernel hides what per-sample gradients are made of. Here the inputs of all steps go through one
 product, and each step adds the product of the state before it. The gradients b (n, T, ·) of these
@@ -23,16 +23,18 @@ Terms = Callable[[Tensor], Iterator[tuple[str, Term]]]
 Listen = Callable[[Tensor, Terms], Tensor]  # gives the tensor back; its gradient goes to the terms
 State = tuple[Tensor, ...]  # h, and c of an LSTM
 
-_FORWARDS = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
+_KINDS = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+_OF_CELL = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether it computes what torch's class does, with the parameters of that class."""
+    if not isinstance(module, _KINDS):
+        return False
     forward = getattr(module.forward, "inner", module.forward)  # a capture may stand in for it
-    return (
-        isinstance(module, nn.RNNBase)
-        and getattr(forward, "__func__", None) in _FORWARDS
-        and sorted(module._flat_weights_names) == sorted(module._parameters)
+    names = _OF_CELL if isinstance(module, nn.RNNCellBase) else module._flat_weights_names
+    return getattr(forward, "__func__", None) in [kind.forward for kind in _KINDS] and (
+        sorted(module._parameters) == sorted(names)
     )
 
 
@@ -42,29 +44,39 @@ def is_of_opacus(module: nn.Module) -> bool:
     return "opacus.layers.dp_rnn.DPRNNBase" in names
 
 
-def sequences(module: nn.RNNBase, x: Tensor | PackedSequence) -> int:
-    """How many sequences an input holds."""
+def sequences(module: nn.Module, x: Tensor | PackedSequence) -> int:
+    """How many samples an input holds; none if it has no dimension for them."""
     if isinstance(x, PackedSequence):
         return int(x.batch_sizes[0])
-    return x.shape[0 if module.batch_first else 1] if x.dim() == 3 else 1
+    if isinstance(module, nn.RNNBase):
+        return x.shape[0 if module.batch_first else 1] if x.dim() == 3 else 0
+    return x.shape[0] if x.dim() == 2 else 0
 
 
 def step_by_step(
-    module: nn.RNNBase,
+    module: nn.Module,
     weights: Mapping[str, Tensor],
     listen: Listen,
     input: Tensor | PackedSequence,
     hx: Any = None,
-) -> tuple[Any, Any]:
+) -> Any:
     """What `module(input, hx)` returns, with `weights` in place of its own."""
-    lstm, batch = isinstance(module, nn.LSTM), sequences(module, input)
+    lstm, batch = isinstance(module, nn.LSTM | nn.LSTMCell), sequences(module, input)
+    if isinstance(module, nn.RNNCellBase):
+        assert isinstance(input, Tensor)
+        if hx is None:
+            zeros = input.new_zeros(batch, module.hidden_size)
+            hx = (zeros, zeros) if lstm else zeros
+        _, state = _sweep(_mode(module), weights, "", listen, input[None], hx if lstm else (hx,))
+        return state if lstm else state[0]
+    assert isinstance(module, nn.RNNBase)
     packed = input if isinstance(input, PackedSequence) else None
     data = input.data if isinstance(input, PackedSequence) else input
     ways = ("", "_reverse") if module.bidirectional else ("",)
     if hx is None:
         widths = module.proj_size or module.hidden_size, module.hidden_size
-        zeros = [data.new_zeros(module.num_layers * len(ways), batch, width) for width in widths]
-        hx = tuple(zeros) if lstm else zeros[0]
+        start = [data.new_zeros(module.num_layers * len(ways), batch, width) for width in widths]
+        hx = tuple(start) if lstm else start[0]
     module.check_forward_args(data, hx, None if packed is None else packed.batch_sizes)
     starts: Iterator[State] = zip(*(hx if lstm else (hx,)), strict=True)
 
@@ -83,7 +95,7 @@ def step_by_step(
         outputs = []
         for way in ways:
             name = f"_l{layer}{way}"
-            output, end = _sweep(module, weights, name, listen, x, next(starts), going)
+            output, end = _sweep(module.mode, weights, name, listen, x, next(starts), going)
             outputs.append(output)
             ends.append(end)
         x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
@@ -98,14 +110,20 @@ def step_by_step(
     return x.transpose(0, 1) if module.batch_first else x, hidden
 
 
+def _mode(cell: nn.RNNCellBase) -> str:
+    if isinstance(cell, nn.RNNCell):
+        return f"RNN_{cell.nonlinearity.upper()}"
+    return "LSTM" if isinstance(cell, nn.LSTMCell) else "GRU"
+
+
 def _sweep(
-    module: nn.RNNBase,
+    mode: str,
     weights: Mapping[str, Tensor],
     name: str,
     listen: Listen,
     x: Tensor,
     state: State,
-    going: list[Tensor] | None,
+    going: list[Tensor] | None = None,
 ) -> tuple[Tensor, State]:
     """One layer in one direction: its outputs (T, n, ·) and where it ends."""
     steps, batch = x.shape[:2]
@@ -132,13 +150,14 @@ def _sweep(
     from_x = listen(F.linear(x, w, b), of_input)
     bias = weights.get(f"bias_hh{name}", x.new_zeros(w.shape[0]))
     # A GRU gates the product of its state before it adds it.
-    added = bias.expand(from_x.shape) if isinstance(module, nn.GRU) else from_x + bias
+    added = bias.expand(from_x.shape) if mode == "GRU" else from_x + bias
     from_h = product(f"weight_hh{name}", f"bias_hh{name}", added)
     project = None
-    if module.proj_size:
-        project = product(f"weight_hr{name}", "", x.new_zeros(steps, batch, module.proj_size))
+    if f"weight_hr{name}" in weights:
+        width = len(weights[f"weight_hr{name}"])
+        project = product(f"weight_hr{name}", "", x.new_zeros(steps, batch, width))
 
-    cell, inputs, outputs = _CELLS[module.mode], from_x.unbind(), [x] * steps
+    cell, inputs, outputs = _CELLS[mode], from_x.unbind(), [x] * steps
     for t in range(steps - 1, -1, -1) if name.endswith("_reverse") else range(steps):
         new = cell(inputs[t], from_h(t, state[0]), *state)
         if project is not None:
@@ -166,7 +185,8 @@ def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> State:
     gates_x, new_x = from_x.split([2 * width, width], 1)
     gates_h, new_h = from_h.split([2 * width, width], 1)
     reset, keep = (gates_x + gates_h).sigmoid().chunk(2, 1)
-    return (torch.lerp((new_x + reset * new_h).tanh(), h, keep),)
+    new = (new_x + reset * new_h).tanh()
+    return (new + keep * (h - new),)
 
 
 _CELLS: dict[str, Callable[..., State]] = {
