@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpspan.capture import Capture, Hook
 from dpspan.errors import CaptureError
-from dpspan.probe import Call, NotComparable, probe
+from dpspan.probe import Call, NotComparable, is_packed, probe
 
 
 class Guard:
@@ -93,7 +93,8 @@ class Guard:
     def _look_at_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Probe the model on the first batch in each mode; notice inputs of varying length."""
         samples = self._samples
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs), is_leaf=is_packed)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         rows = samples * self._views
         batch = [x for x in tensors if x.shape[:1] == (rows,)]
         if samples < 2 or not batch or self._probing or not self._capture.active:

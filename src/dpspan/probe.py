@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpspan.capture import Capture
@@ -66,8 +67,13 @@ def _replaced(call: Call, rows: int, replace: Callable[[Tensor], Tensor]) -> Cal
         is_batch = isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,)
         return replace(leaf) if is_batch else leaf
 
-    replaced: Call = tree_map(one, call)
+    replaced: Call = tree_map(one, call, is_leaf=is_packed)
     return replaced
+
+
+def is_packed(x: Any) -> bool:
+    """Whether it is a packed sequence, in whose parts no sample can be exchanged."""
+    return isinstance(x, PackedSequence)
 
 
 class NotComparable(Exception):
