@@ -62,6 +62,18 @@ def test_products_are_precise_whatever_torch_is_set_to(setting: str) -> None:
         assert float((value - exact).abs().max()) <= 502 * 2.0**-24 * 500
 
 
+def test_products_of_halves_are_as_precise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that a GPU takes under TF32, in blocks of terms; here its factors are not rounded."""
+    monkeypatch.setattr(numerics, "_splits", lambda x, arithmetic: True)
+    monkeypatch.setattr(numerics, "_EXACT_TERMS", 64)
+    g = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(*size, generator=g) for size in ((30, 500), (500, 20), (30, 20)))
+    x, y, z = a.double(), b.double(), c.double()
+    found = numerics.product(a, b), numerics.minus_product(c, a, b), numerics.square_product(a)
+    for value, exact in zip(found, (x @ y, z - x @ y, x @ x.T), strict=True):
+        assert float((value - exact).norm() / exact.norm()) < 2e-6
+
+
 def test_halves_add_up_and_the_first_is_a_tf32_number() -> None:
     x = (
         torch.randn(1000, generator=torch.Generator().manual_seed(0))
