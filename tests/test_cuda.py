@@ -19,7 +19,7 @@ from dpspan.noise import Noise
 from oracle import per_sample_matrix
 from problems import PROBLEMS, loss_per_sample, make
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

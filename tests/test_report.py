@@ -27,6 +27,7 @@ from dpspan.report import render
 from dpspan.report.reading import read, without_unprivate
 from dpspan.report.total import Total
 from dpspan.report.wording import best_guess, detection, in_words
+from needs import extra, missing
 
 EVIL = "<script>alert('x')</script> & \"co\""
 KEYS = st.sampled_from(["a", "unprivate_b", "unprivate_c", "d"])
@@ -416,15 +417,13 @@ class TestWords:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="screenshots need playwright (the extra `dev`)"
-    )
+    playwright = extra("playwright.sync_api")
     found = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
     with playwright.sync_playwright() as tool:
         try:
             opened = tool.chromium.launch(executable_path=found, args=["--no-sandbox"])
         except playwright.Error:
-            pytest.skip("no Chromium: install one, or run `playwright install chromium`")
+            missing("a browser", "install chromium, or run `playwright install chromium`")
         yield opened
         opened.close()
 
