@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 SUITE = """
 import pytest
 from needs import EXTRAS, extra, missing
+from pytest import mark
 
 EXTRAS["no_such_package"] = "everything"
 
@@ -36,7 +37,7 @@ def test_in_a_browser(browser):
 def test_that_fails():
     assert "needs" == "nothing"
 
-@pytest.mark.gpu
+@mark.gpu
 def test_on_a_gpu():
     pass
 """

@@ -1,6 +1,6 @@
 """Run the tests that need a GPU, and keep what came of it: `make test-gpu`.
 
-It installs nothing: `PYTHON` needs torch with CUDA, pytest and what dpspan imports.
+It installs nothing: `PYTHON` needs torch with CUDA, pytest and what training with dpspan imports.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         parser.error("--commit: results are kept with the commit that made them")
     # Only these files: others may need packages that a machine with a GPU lacks.
     tests = sorted(ROOT.glob("tests/test_*.py"))
-    files = [str(path) for path in tests if "= pytest.mark.gpu" in path.read_text()]
+    files = [str(path) for path in tests if "pytest.mark.gpu" in path.read_text()]
     counts, start = Counts(), time.monotonic()
     pytest_options = ["-m", "gpu", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     code = pytest.main([*pytest_options, *files], plugins=[counts])
