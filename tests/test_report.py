@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from dp_accounting.dp_event import DpEvent
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -331,10 +331,12 @@ class TestUnprivate:
         assert asked.count("NOT PRIVATE: measured on test records that nobody declared") == 2
         assert "that were declared public, by models" not in asked
 
+    @settings(deadline=None)
     @given(TREES)
     def test_at_every_depth(self, tree: Any) -> None:
         assert "unprivate_" not in json.dumps(without_unprivate(tree))
 
+    @settings(deadline=None)
     @given(TREES)
     def test_and_nothing_else_is_lost(self, tree: Any) -> None:
         if "unprivate_" not in json.dumps(tree):
