@@ -22,7 +22,7 @@ from problems import PROBLEMS, loss_per_sample, make
 from residual_cases import violations
 from test_randomness import check_tails, tails
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

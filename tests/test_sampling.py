@@ -213,7 +213,7 @@ HANDED = [size or 1 for size in SIZES]  # a stand-in is a batch of one record
 class Numbers(Dataset[Any]):
     """Record i is whatever `make(i)` says."""
 
-    def __init__(self, records: int, make=lambda i: i) -> None:
+    def __init__(self, records: int, make=int) -> None:
         self.records, self.make = records, make
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ class Numbers(Dataset[Any]):
         return self.make(index)
 
 
-def scripted(make=lambda i: i, **options: Any) -> tuple[PrivateLoader, list[Piece]]:
+def scripted(make=int, **options: Any) -> tuple[PrivateLoader, list[Piece]]:
     """A loader of SCRIPT and the list of pieces it announces."""
     pieces: list[Piece] = []
     loader = PrivateLoader.from_data_loader(
