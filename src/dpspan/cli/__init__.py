@@ -1,5 +1,8 @@
 """The command line: `dpspan train config.yaml`, and `dpspan --help` for the rest."""
 
+import os
+import sys
+
 from dpspan.cli import account as account
 from dpspan.cli import advise as advise
 from dpspan.cli import audit as audit
@@ -13,5 +16,12 @@ from dpspan.cli.app import app as app
 
 
 def main() -> None:
-    """Entry point."""
-    app()
+    """Entry point. A reader that leaves early (`dpspan … | head`) ends it without a word."""
+    try:
+        try:
+            app(prog_name="dpspan")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        sys.exit(1)
