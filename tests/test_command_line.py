@@ -213,3 +213,13 @@ def test_a_reader_that_leaves_is_no_error(more: tuple[str, ...]) -> None:
         ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
     assert ran.stderr == ""
     assert ran.returncode == 1
+
+
+def test_a_code_page_without_epsilon() -> None:
+    """As that of many terminals, and of pipes on Windows."""
+    words = (*ACCOUNT, "--epsilon", "1", "--epochs", "2")
+    table = started(*words, PYTHONIOENCODING="cp1252")
+    assert (table.returncode, table.stderr) == (0, "")
+    assert "noise multiplier" in table.stdout
+    ran = started("train", "日本.yaml", "--json", PYTHONIOENCODING="cp1252")
+    assert ran.stderr.startswith("Error: Cannot read the configuration ??.yaml")

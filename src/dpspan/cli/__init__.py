@@ -1,5 +1,6 @@
 """The command line: `dpspan train config.yaml`, and `dpspan --help` for the rest."""
 
+import io
 import os
 import sys
 
@@ -17,6 +18,9 @@ from dpspan.cli.app import app as app
 
 def main() -> None:
     """Entry point. A reader that leaves early (`dpspan … | head`) ends it without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every code page knows ε
+            stream.reconfigure(errors="replace")
     try:
         try:
             app(prog_name="dpspan")

@@ -9,6 +9,7 @@ wait for no torch.
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 import warnings
@@ -147,7 +148,8 @@ def check_exists(path: Path) -> None:
 
 def print_json(document: Mapping[str, Any] | list[Any]) -> None:
     """Strict JSON: what is not finite is null."""
-    print(json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False))
+    ascii_only = codecs.lookup(sys.stdout.encoding).name != "utf-8"
+    print(json.dumps(plain(document), indent=2, ensure_ascii=ascii_only, allow_nan=False))
 
 
 def _sentence(error: Exception) -> str:
