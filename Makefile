@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all lint types docs screenshots results experiment bench clean
+.PHONY: setup demo test test-all coverage dist lint types docs screenshots results experiment bench clean
 
 setup: .venv/.ready
 
@@ -32,6 +32,16 @@ test: lint types docs
 test-all: lint types docs
 	$(BIN)/pytest -n 2
 
+# Which lines the fast tests run; coverage.xml for whoever shows it
+coverage: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov=dpspan --cov-report=xml --cov-report=term
+
+# The wheel and the sdist, tried: the wheel's demo in an empty environment, the sdist's own tests
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/check_dist.py
+
 runs/demo/report.html:
 	$(MAKE) demo
 
@@ -51,4 +61,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.gep --models cnn resnet20
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs coverage.xml .coverage
