@@ -175,9 +175,7 @@ def test_the_oldest_versions_are_those_that_are_asked_for() -> None:
 
 def test_files_have_the_formats_that_the_page_on_versions_says() -> None:
     text = (DOCS / "versions.md").read_text(encoding="utf-8")
-    rows = {
-        name: now for name, now in re.findall(r"^\| ([\w ]+?) \(.*?\| .*?\| (.*?) \|", text, re.M)
-    }
+    rows = dict(re.findall(r"^\| ([\w ]+?) \(.*?\| .*?\| (.*?) \|", text, re.M))
     assert rows["certificate"] == f"`{certificate.FORMAT}`, {certificate.VERSION}"
     assert rows["ledger"] == str(dpspan.Ledger().state_dict()["version"])
     assert rows["checkpoint"] == f"`{checkpoint._STATE}`"
