@@ -32,6 +32,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpspan.randomness import FreshWorker
 from dpspan.sampling import (
     BatchMemoryManager,
     Draw,
@@ -441,6 +442,7 @@ def test_the_users_settings_are_kept():
     }
     user = DataLoader(Numbers(9), batch_size=3, shuffle=True, **options)
     loader = PrivateLoader.from_data_loader(user, Scripted(SCRIPT, records=9))
+    assert loader._inner.worker_init_fn == FreshWorker(options.pop("worker_init_fn"))
     for name in [*options, "dataset"]:
         assert getattr(loader._inner, name) == getattr(user, name), name
     assert loader.dataset is user.dataset
