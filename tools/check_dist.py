@@ -42,7 +42,7 @@ def _check_sdist(sdist: Path, folder: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     unpacked = folder / sdist.name.removesuffix(".tar.gz")
-    _run(sys.executable, "-m", "pytest", "--collect-only", "-qq", at=unpacked)
+    _run(sys.executable, "-m", "pytest", "--collect-only", "-qqq", at=unpacked)
 
 
 def _run(*command: str | Path, at: Path) -> None:
