@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: setup demo test test-all test-machines test-gpu lint types docs screenshots results \
-	experiment bench clean
+.PHONY: setup demo test test-all test-machines test-gpu coverage dist lint types docs screenshots \
+	results experiment bench clean
 
 setup: .venv/.ready
 
@@ -50,6 +50,16 @@ test-gpu:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tools/gpu_tests.py \
 		$(if $(COMMIT),--commit $(COMMIT))
 
+# Which lines the fast tests run; coverage.xml for whoever shows it
+coverage: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov=dpspan --cov-report=xml --cov-report=term
+
+# The wheel and the sdist, tried: the wheel's demo in an empty environment, the sdist's own tests
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/check_dist.py
+
 runs/demo/report.html:
 	$(MAKE) demo
 
@@ -69,4 +79,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.gep --models cnn resnet20
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs coverage.xml .coverage

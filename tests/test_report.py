@@ -374,6 +374,10 @@ class TestAlarms:
             (lambda f: f.mkdir(), r"has no certificate\.json .* Is the run finished\?"),
             (lambda f: _write(f, "{"), "it is no valid JSON"),
             (lambda f: _write(f, "{}"), "Expected a certificate of dpspan"),
+            (
+                lambda f: _write(f, '{"format": "dpspan.certificate", "version": 99}'),
+                "Expected a certificate of version 1 .* got 99",
+            ),
         ],
     )
     def test_folders_that_are_no_runs(self, tmp_path: Path, prepare: Any, message: str) -> None:
