@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,45 @@ def test_training_with_public_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracies["GEP"] > 75  # far above the 10 % of chance, at ε = 1
     assert lines[3].startswith("step   0: rank 50")
     assert "GEP: public gradients" in lines[-1]
+
+
+NAMES = [
+    ["--kind", "LSTM"],
+    ["--kind", "LSTM", "--layers", "2", "--both-ways"],
+    ["--kind", "GRU", "--layers", "2"],
+    ["--kind", "RNN", "--both-ways"],
+]
+
+
+@pytest.mark.parametrize("options", NAMES, ids=" ".join)
+def test_recurrent_networks_learn_names(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    accuracy = load(EXAMPLES / "names.py").main([*options, "--epochs", "3", "--sigma", "0.6"])
+    assert accuracy > 0.5  # chance is 0.25; all reach more than 0.8
+    assert "ε = " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Opacus' own
+def test_the_names_differ_from_opacus_in_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = "from dpspan import PrivacyEngine, fix\n"
+    theirs = (
+        "from opacus import PrivacyEngine\nfrom opacus.validators import ModuleValidator\n"
+        "fix = ModuleValidator.fix\n"
+    )
+    text = (EXAMPLES / "names.py").read_text()
+    assert text.count("dpspan") == text.count(ours) == 1
+    changed = tmp_path / "names.py"
+    changed.write_text(text.replace(ours, theirs))
+    module = load(changed)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Opacus pickles the model
+    torch.manual_seed(0)
+    accuracy = module.main([*NAMES[1], "--epochs", "3", "--sigma", "0.6"])
+    assert accuracy > 0.5
 
 
 @pytest.mark.slow
