@@ -178,7 +178,8 @@ def ieee(like: Tensor) -> Iterator[None]:
     if Arithmetic.of(like).factor == 0:
         yield
         return
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    # Before torch 2.9 there is the overall setting only.
+    backends = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
     named = [backend for backend in backends if hasattr(backend, "fp32_precision")]
     before = [backend.fp32_precision for backend in named]
     try:
