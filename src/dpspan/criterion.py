@@ -160,13 +160,15 @@ class _Parts:
         chosen = chosen[shuffled(len(chosen))]
         cut = 1 + int(shuffled(len(chosen) - 1)[0])
         seed = fresh_seed()
-        losses = (self._loss(part, seed) for part in (chosen, chosen[:cut], chosen[cut:]))
-        return splits(*losses, (cut, len(chosen) - cut), mean=mean)
+        together, one, other = (
+            self._loss(part, seed) for part in (chosen, chosen[:cut], chosen[cut:])
+        )
+        return splits(together, one, other, (cut, len(chosen) - cut), mean=mean)
 
     def repeatable(self) -> bool:
         everybody, seed = torch.arange(self._count), fresh_seed()
         first, second = self._loss(everybody, seed), self._loss(everybody, seed)
-        return first is not None and second is not None and torch.equal(first, second)
+        return first is not None and second is not None and _same(first, second)
 
     def harmless(self) -> set[str]:
         """Tensors that a call changes: the same way for all samples, or with no effect later."""

@@ -7,51 +7,80 @@ computed from them, and is a plain tensor in everything else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpspan.untouched import shuffled
 
-# Of one scalar input, which they hand on as it is but for its shape, sign or type.
-_HAND_ON = ("View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy", "Neg")
+# They hand on what they get, but for its shape or type.
+_HAND_ON = (
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Clone",
+    "ToCopy",
+)
 _REDUCTIONS = {1: "mean", 2: "sum"}  # torch's numbers of them
+_SCALED_SUM = "scaled sum"  # by 1 / samples perhaps, or by something else
+
+
+class Output(Tensor):
+    """What is computed of the model's outputs, as long as it needs a gradient."""
+
+    tell: Callable[[Tensor], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on plain tensors, and pass on whom to tell."""
+        outputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.backward and outputs:
+                outputs[0].tell(outputs[0])
+            if all(kind in (cls, Tensor, nn.Parameter) for kind in types):
+                result = func(*args, **(kwargs or {}))
+                return tree_map_only(Tensor, lambda x: _telling(x, outputs), result)
+            args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
+        return func(*args, **kwargs)  # another subclass decides, and nobody is told
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _plain(self).__reduce_ex__(protocol)
 
 
 def tell_of_backward(outputs: Any, tell: Callable[[Tensor], None]) -> tuple[Any, list[Tensor]]:
     """The outputs with every tensor that needs a gradient replaced, and what stands behind them."""
     behind: list[Tensor] = []
 
-    class Output(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is Tensor.backward:
-                with torch._C.DisableTorchFunctionSubclass():
-                    tell(args[0])
-            result = super().__torch_function__(func, types, args, kwargs or {})
-            with torch._C.DisableTorchFunctionSubclass():
-                return tree_map_only(cls, _plain_if_constant, result)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
     def one(x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
         behind.append(x.view_as(x))  # new: the hooks on x hear of the loop's backward pass only
-        return behind[-1].as_subclass(Output)
+        output = behind[-1].as_subclass(Output)
+        output.tell = tell
+        return output
 
     return tree_map_only(Tensor, one, outputs), behind
 
 
-def _plain_if_constant(x: Tensor) -> Tensor:
-    return x if x.requires_grad else x.as_subclass(Tensor)
+def _telling(x: Tensor, outputs: Sequence[Output]) -> Tensor:
+    if not x.requires_grad or not outputs:
+        return _plain(x)
+    told = x if isinstance(x, Output) else x.as_subclass(Output)
+    told.tell = outputs[0].tell
+    return told
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor) if isinstance(x, Output) else x
 
 
 def mixes(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
@@ -90,31 +119,50 @@ def mixes(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
 
 def reductions(loss: Tensor, samples: int) -> set[str | None]:
     """How the terms of the loss treat the batch: 'mean', 'sum', None where the graph is silent."""
-    return _reductions(loss.grad_fn, samples)
+    found = _reductions(_behind(loss.grad_fn), samples)
+    return {None if kind == _SCALED_SUM else kind for kind in found}
 
 
 def _reductions(node: Any, samples: int) -> set[str | None]:
-    kind = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-    inputs = [below for below, _ in getattr(node, "next_functions", ()) if below is not None]
+    kind, inputs = _kind(node), _inputs(node)
     if getattr(node, "_saved_reduction", None) in _REDUCTIONS:
         return {_of_torch_loss(node, samples)}
+    if (
+        kind in ("Mean", "Sum")
+        and _kind(inputs[0]) == "Stack"
+        and len(_inputs(inputs[0])) % samples
+    ):
+        kind, inputs = "Add", _inputs(inputs[0])  # several losses, not those of the samples
     if kind == "Mean":
         return {"mean" if node._saved_self_sym_numel % samples == 0 else None}
     if kind == "Sum":
-        scaled = bool(inputs) and type(inputs[0]).__name__.startswith(("Mul", "Div"))
-        return {None if scaled else "sum"}
-    if kind in ("Add", "Sub") or (kind in _HAND_ON and len(inputs) == 1):
+        return {_SCALED_SUM if _kind(inputs[0]) in ("Mul", "Div") else "sum"}
+    if kind in ("Add", "Sub") or (kind == "Neg" and inputs):
         return {found for below in inputs for found in _reductions(below, samples)}
     if kind in ("Mul", "Div") and len(inputs) == 1:
-        factor = _factor(node)
-        by_samples = bool(factor) and factor % samples == 0
-        scaled = {  # divided by the samples, or by all entries of them, a sum is a mean
-            "sum": "mean" if kind == "Div" and by_samples else None,
-            "mean": None if kind == "Mul" and by_samples else "mean",
-            None: None,
-        }
-        return {None if factor is None else scaled[f] for f in _reductions(inputs[0], samples)}
+        factor = _factor(node) or math.nan
+        by_samples = factor % samples == 0
+        mean = math.isfinite(factor) and not (kind == "Mul" and by_samples)
+        become = {"mean": "mean" if mean else None}
+        if kind == "Div" and by_samples:  # by the samples, or by all entries of them
+            become |= {"sum": "mean", _SCALED_SUM: "mean"}
+        return {become.get(found) for found in _reductions(inputs[0], samples)}
     return {None}
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def _inputs(node: Any) -> list[Any]:
+    below = (_behind(below) for below, _ in getattr(node, "next_functions", ()))
+    return [node for node in below if node is not None]
+
+
+def _behind(node: Any) -> Any:
+    while node is not None and _kind(node) in _HAND_ON:
+        node = node.next_functions[0][0]
+    return node
 
 
 def _of_torch_loss(node: Any, samples: int) -> str | None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dpspan.capture import Capture
 from dpspan.errors import UnsupportedModule
 from dpspan.gradients import PerSampleGradients
-from dpspan.probe import companies, differ
+from dpspan.probe import companies, differ, parameter_norms
 from dpspan.untouched import RandomNumbers, untouched
 
 
@@ -66,13 +66,12 @@ def per_sample_gradients(
 
     def norms(batch: tuple[Any, ...]) -> Tensor:
         with untouched(model, start):
-            return gradients(*batch).norms()
+            return parameter_norms(gradients(*batch))
 
     kept, _, company = companies(samples, wide=True)
     elsewhere = tree_map_only(Tensor, lambda x: x[company.to(x.device)] if x.dim() else x, batch)
-    if differ(result.norms()[kept], norms(elsewhere)[kept]) and not differ(
-        result.norms(), norms(batch)
-    ):
+    here = parameter_norms(result)
+    if differ(here[kept], norms(elsewhere)[kept]) and not differ(here, norms(batch)):
         raise UnsupportedModule(
             f"The gradient of a sample of {type(model).__name__} depends on the other samples of "
             "the batch: a layer, or the loss, mixes them, or does not have the batch in the first "
