@@ -143,7 +143,7 @@ def _reductions(node: Any, samples: int) -> set[str | None]:
         factor = _factor(node) or math.nan
         by_samples = factor % samples == 0
         mean = math.isfinite(factor) and not (kind == "Mul" and by_samples)
-        become = {"mean": "mean" if mean else None}
+        become: dict[str | None, str | None] = {"mean": "mean" if mean else None}
         if kind == "Div" and by_samples:  # by the samples, or by all entries of them
             become |= {"sum": "mean", _SCALED_SUM: "mean"}
         return {become.get(found) for found in _reductions(inputs[0], samples)}
