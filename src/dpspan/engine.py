@@ -31,7 +31,7 @@ from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
 from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
-from dpspan.private_step import PrivateStep, check_optimizer
+from dpspan.private_step import PrivateStep, check_device, check_optimizer
 from dpspan.public import PublicData
 from dpspan.sampling import (
     Draw,
@@ -98,7 +98,7 @@ class PrivacyEngine:
         if secure_mode:
             raise ValueError(
                 "secure_mode=True (noise from a cryptographic generator) is not available. Noise "
-                "comes from torch's generator, seeded from OS entropy; see docs/privacy.md for "
+                "comes from an ordinary generator, seeded from OS entropy; see docs/privacy.md for "
                 "what that does and does not cover."
             )
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
@@ -180,6 +180,7 @@ class PrivacyEngine:
         method = _with_clip(method, max_grad_norm)
         check_criterion(criterion, loss_reduction, module)
         validate(module)
+        check_device(module)
         check_optimizer(optimizer, module)
         lot_size = float(min(data_loader.batch_size or 0, draw.records))
         if expected_batch_size is not None:
@@ -241,6 +242,7 @@ class PrivacyEngine:
             views=views,
             mean_loss=loss_reduction == "mean",
             criterion=criterion,
+            refuse_seeds=loader.refuse_seeds,
             charge=charge,
             warn=self._warn,
         )

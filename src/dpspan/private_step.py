@@ -37,6 +37,7 @@ class PrivateStep:
         views: int,
         mean_loss: bool,
         criterion: nn.Module | None,
+        refuse_seeds: Callable[[], None],
         charge: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
@@ -48,6 +49,7 @@ class PrivateStep:
         self._lot_size = lot_size
         self._views = views
         self._mean_loss = mean_loss
+        self._refuse_seeds = refuse_seeds
         self._charge = charge
         self._warn = warn
         self.guard = Guard(
@@ -126,6 +128,7 @@ class PrivateStep:
                 "optimizer.step() without a fresh batch. Each step takes one batch from the "
                 "private loader: iterate over the loader that make_private returned."
             )
+        self._refuse_seeds()
         scale = max(piece.samples, 1) if self._mean_loss else 1
         gradients = self._capture.collect(scale=scale)
         self.guard.check()
@@ -155,6 +158,18 @@ class PrivateStep:
             hook.remove()
         self.guard.remove()
         self._capture.remove()
+
+
+def check_device(module: nn.Module) -> None:
+    """Refuse a device without float64 (Apple's MPS): norms and noise are computed in it."""
+    for name, parameter in module.named_parameters():
+        try:
+            parameter.new_zeros(1, dtype=torch.float64)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"Parameter '{name}' is on {parameter.device}, which has no float64 ({error}). "
+                "Norms and noise need it: move the model to the CPU or to a CUDA device."
+            ) from error
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE
+from dpspan.randomness import FreshWorker, fresh_randomness
 from dpspan.sampling import PoissonDraw, PrivateLoader, records_of
 
 _LABEL_KEYS = ("labels", "label")
@@ -44,7 +42,7 @@ def sampled_batches(
     (chosen,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
     if not len(chosen):
         return
-    with _fresh_randomness():  # the seeds of workers come from here
+    with fresh_randomness():  # the seeds of workers come from here
         batches = iter(
             DataLoader(
                 Subset(dataset, chosen.tolist()),
@@ -52,35 +50,16 @@ def sampled_batches(
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
                 timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
+                worker_init_fn=FreshWorker(loader.worker_init_fn),
                 multiprocessing_context=loader.multiprocessing_context,
             )
         )
     while True:
-        with _fresh_randomness():
+        with fresh_randomness():
             batch = next(batches, None)
         if batch is None:
             return
         yield _inputs_and_labels(batch)
-
-
-@contextmanager
-def _fresh_randomness() -> Iterator[None]:
-    """What Python, numpy and torch draw comes from OS entropy; their state is as before afterwards.
-
-    With random numbers that anybody knows, as after `torch.manual_seed(0)`, a record that comes
-    first would change how all later ones are augmented, and no ε would cover that.
-    """
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([]):
-            torch.default_generator.seed()
-            random.seed()
-            np.random.seed()
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
