@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,13 @@ from torch.utils.data import DataLoader
 
 from dpspan.accounting import Budget, calibrate_event
 from dpspan.capture import captures_on
-from dpspan.certificate import certificate, write_certificate
+from dpspan.certificate import certificate, weights_sha256, write_certificate
 from dpspan.checkpoint import load_file, save_file
 from dpspan.checks import check_count
-from dpspan.criterion import check_reduction, watch
+from dpspan.collation import check_collation
+from dpspan.criterion import check_criterion
 from dpspan.encoded import encodings
+from dpspan.errors import CaptureError
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
@@ -175,7 +178,7 @@ class PrivacyEngine:
         check_count("views", views)
         draw = _draw(data_loader, poisson_sampling, sample_rate)
         method = _with_clip(method, max_grad_norm)
-        check_reduction(criterion, loss_reduction)
+        check_criterion(criterion, loss_reduction, module)
         validate(module)
         check_device(module)
         check_optimizer(optimizer, module)
@@ -210,6 +213,7 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             generator=None if seed is None else np.random.default_rng(seed),
         )
+        check_collation(data_loader, self._warn)
         if warm_start is not None:  # last: whatever can be refused has been
             self._warm_start(warm_start, module, criterion, data_loader)
         for data in mechanism.public:
@@ -237,6 +241,7 @@ class PrivacyEngine:
             lot_size=lot_size,
             views=views,
             mean_loss=loss_reduction == "mean",
+            criterion=criterion,
             refuse_seeds=loader.refuse_seeds,
             charge=charge,
             warn=self._warn,
@@ -244,6 +249,7 @@ class PrivacyEngine:
         loader.on_piece = lambda piece: step.on_piece(
             piece, new_epoch=piece.first and loader.position == 0
         )
+        loader.on_batch = step.guard.hand_over
         if isinstance(draw, PartitionDraw):
             self.ledger.warn(
                 "batches were a partition of the data, not Poisson samples: each epoch is "
@@ -261,10 +267,7 @@ class PrivacyEngine:
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
-        handle = None
-        if criterion is not None:
-            handle = watch(criterion, loss_reduction, samples=lambda: step.samples)
-        self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
+        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step)
         _logger.info("dpspan: %s", description)
         return module, optimizer, loader
 
@@ -362,8 +365,18 @@ class PrivacyEngine:
         return self._running().noise_multiplier
 
     def certificate(self, delta: float | None = None) -> dict[str, Any]:
-        """What was spent and how, as a JSON document."""
-        return certificate(self.ledger, delta=delta, training=self._running().description)
+        """What was spent and how, as a JSON document.
+
+        `training.weights_sha256` tells which weights it is about: see
+        `dpspan.certificate.weights_sha256`.
+        """
+        run = self._running()
+        try:
+            run.guard.review()
+        except CaptureError as error:
+            self.ledger.invalidate(str(error))
+        training = {**run.description, "weights_sha256": run.weights_digest()}
+        return certificate(self.ledger, delta=delta, training=training)
 
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
         """Write `certificate()` to a file."""
@@ -391,6 +404,7 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """The ledger, where the sampler stands and the method's state; never a noise generator."""
         run = self._running()
+        run.guard.review()
         return {
             "format": "dpspan.engine.1",
             "run": run.description,
@@ -422,6 +436,7 @@ class PrivacyEngine:
             run.mechanism.load_state_dict(state["mechanism"])
             run.loader.load_state_dict(state["loader"])
             self.ledger.load_state_dict(state["ledger"])
+            run.guard.forget_weights()
         except Exception:
             run.mechanism.load_state_dict(mechanism)
             run.loader.load_state_dict(loader)
@@ -496,23 +511,31 @@ class _Run:
         self,
         noise_multiplier: float,
         description: dict[str, Any],
+        module: nn.Module,
         loader: PrivateLoader,
         mechanism: Mechanism,
         step: PrivateStep,
-        criterion_hook: Any,
     ) -> None:
         self.noise_multiplier = noise_multiplier
         self.description = description
         self.loader = loader
         self.mechanism = mechanism
+        self.guard = step.guard
+        self._module = module
         self._step = step
-        self._criterion_hook = criterion_hook
+        self._digest: str | None = None
+
+    def weights_digest(self) -> str:
+        """Of the weights now, or as the run left them."""
+        return self._digest or weights_sha256(self._module.state_dict())
 
     def remove(self) -> None:
+        if self._digest is None:
+            self._digest = self.weights_digest()
+            with suppress(CaptureError):  # told again whenever something is saved or certified
+                self.guard.review()
         self._step.remove()
         self.loader.on_piece = _refuse
-        if self._criterion_hook is not None:
-            self._criterion_hook.remove()
 
 
 def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:

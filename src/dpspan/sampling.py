@@ -144,18 +144,18 @@ class _Feed:
         return self.source
 
 
-def _ignore(piece: Piece) -> None:
-    """Take no notice of a piece."""
+def _ignore(_: Any) -> None:
+    """Take no notice of a piece or a batch."""
 
 
 class PrivateLoader:
     """Iterates over privately drawn batches of a DataLoader's dataset; `len` counts steps.
 
-    `on_piece` is called with the `Piece` right before its batch is handed over. `epoch` counts
-    the epochs that are over and `position` the steps of the running one whose last piece was
-    handed over; at `on_piece` the coming step is not counted yet, so an epoch starts where
-    `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes` counts the
-    iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
+    `on_piece` is called with the `Piece` and `on_batch` with the batch, right before the batch is
+    handed over. `epoch` counts the epochs that are over and `position` the steps of the running
+    one whose last piece was handed over; at `on_piece` the coming step is not counted yet, so an
+    epoch starts where `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes`
+    counts the iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
 
     While it is iterated, Python, numpy and torch draw from OS entropy, in workers too: dropout and
     augmentation by a known seed would void the guarantee (see `randomness`).
@@ -199,6 +199,7 @@ class PrivateLoader:
         self.collate_fn: Callable[[list[Any]], Any] = inner.collate_fn
         self.draw = draw
         self.on_piece: Callable[[Piece], None] = _ignore
+        self.on_batch: Callable[[Any], None] = _ignore
         self.epoch = 0
         self.position = 0
         self.passes = 0
@@ -271,6 +272,7 @@ class PrivateLoader:
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             for piece, batch in self._matched(pieces):
                 self.on_piece(piece)
+                self.on_batch(batch)
                 self.position += piece.last
                 yield batch
                 if self._feed.source is not source:
