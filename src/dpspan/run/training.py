@@ -424,15 +424,8 @@ def _way_out(folder: RunFolder) -> str:
 
 
 def run_ledger(config: Config, folder: RunFolder) -> Ledger:
-    """A ledger with the budget, and what the folder of a run that has yet to begin has spent.
-
-    ValueError if something is there that was paid for, and the record of its price is not.
-    """
-    if not folder.ledger.exists() and (folder.certified or folder.choice.exists()):
-        raise ValueError(
-            f"{folder.ledger} is missing, so nobody knows what the other files in {folder.path} "
-            "have cost. Restore it, or train anew in another folder."
-        )
+    """A ledger with the budget, and what the folder of a run that has yet to begin has spent."""
+    folder.refuse_lost_ledger()
     epsilon, delta = config.budget.epsilon, config.budget.delta
     budget = None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
     ledger = Ledger(accountant=config.budget.accountant, budget=budget)
