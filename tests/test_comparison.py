@@ -272,7 +272,7 @@ class TestRuns:
         assert len(list(tmp_path.rglob("model.safetensors"))) == 1  # of the run that came after
         whole = read(tmp_path / "certificate.json")
         assert whole["steps"] == 16  # two runs of 2 epochs of 4 steps
-        assert "a run was charged whose model is not here" in whole["warnings"][0]
+        assert any("a run was charged whose model is not here" in w for w in whole["warnings"])
         assert comparison.epsilon_together > comparison.row("DP-SGD").epsilon + 0.5
         assert compare(task, [PLAIN], out=tmp_path, seeds=(0,)) == comparison  # and no more
 

@@ -59,6 +59,7 @@ def certificate(
         "epsilon": spending.epsilon,
         "delta": spending.delta,
         "adjacency": adjacency,
+        "discloses_number_of_records": ledger.discloses_records,
         "budget": None if budget is None else asdict(budget),
         "accountant": {
             "chosen": ledger.accountant,

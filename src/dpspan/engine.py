@@ -23,7 +23,7 @@ from dpspan.checks import check_count
 from dpspan.criterion import check_reduction, watch
 from dpspan.encoded import encodings
 from dpspan.events import step_event
-from dpspan.ledger import Ledger
+from dpspan.ledger import RECORDS_TOLD, Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
 from dpspan.overlap import refuse_overlap
@@ -45,6 +45,11 @@ from dpspan.validation import validate
 _logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_RECORDS_TOLD = (
+    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's length. "
+    "If it is a secret, give sample_rate= and expected_batch_size= (data.records in a configuration)"
+)
 
 
 class PrivacyEngine:
@@ -140,7 +145,8 @@ class PrivacyEngine:
             loss_reduction: 'mean' or 'sum', how the loss you call backward() on treats the batch.
             poisson_sampling: False assigns each record to one batch per epoch instead; an epoch
                 then costs one Gaussian without amplification by sampling.
-            sample_rate: q, if not batch size / dataset size; a public constant.
+            sample_rate: q, a public constant. Without it q is batch size / dataset size, which tells
+                the number of records, and the certificate says so.
             expected_batch_size: L, if not the loader's batch size; a public constant.
             max_physical_batch_size: most samples to process at once.
             views: the model sees this many rows for each record, one after the other (augmented
@@ -178,9 +184,11 @@ class PrivacyEngine:
         check_reduction(criterion, loss_reduction)
         validate(module)
         check_optimizer(optimizer, module)
-        lot_size = float(min(data_loader.batch_size or 0, draw.records))
+        lot_size = float(data_loader.batch_size or 0)
         if expected_batch_size is not None:
             lot_size = float(expected_batch_size)
+        elif sample_rate is None:  # both from the data, and the certificate says so
+            lot_size = min(lot_size, float(draw.records))
         if not 0 < lot_size < math.inf:
             raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
         if captures_on(module) or _is_private(optimizer):
@@ -242,6 +250,8 @@ class PrivacyEngine:
         loader.on_piece = lambda piece: step.on_piece(
             piece, new_epoch=piece.first and loader.position == 0
         )
+        if sample_rate is None:
+            self.ledger.warn(_RECORDS_TOLD)
         if isinstance(draw, PartitionDraw):
             self.ledger.warn(
                 "batches were a partition of the data, not Poisson samples: each epoch is "

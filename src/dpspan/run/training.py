@@ -165,7 +165,8 @@ class _Run:
             "data_loader": parts.loader(config.training.batch_size),
             "criterion": self._criterion,
             "method": method,
-            "sample_rate": draw.sample_rate,
+            # A rate that comes from the data is for the engine to find, and to say so.
+            "sample_rate": None if config.data.records is None else draw.sample_rate,
             "expected_batch_size": float(config.training.batch_size),
             "max_physical_batch_size": config.training.physical_batch_size,
             "warm_start": warm_start,
