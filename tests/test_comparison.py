@@ -119,7 +119,7 @@ class TestBaselines:
             with_baselines(task_of(), [gep])
 
     def test_names_must_differ(self) -> None:
-        with pytest.raises(ValueError, match="a name of its own, got \\['DP-SGD'\\]"):
+        with pytest.raises(ValueError, match="a name of its own, got 'DP-SGD'"):
             with_baselines(task_of(), [PLAIN, PLAIN])
 
     @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ class TestBaselines:
             ),
             (
                 {"method": DPSGD(), "learning_rate": 1.0, "schedule": lambda step, steps: -1.0},
-                r"Expected a schedule of finite factors >= 0, got \[-1.0\]",
+                r"Expected a schedule of finite factors >= 0, got -1\.0",
             ),
         ],
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpspan.accounting import pld_interval
+from dpspan.checks import shown
 from dpspan.events import event_to_json
 from dpspan.files import replacing
 from dpspan.ledger import Ledger
@@ -136,5 +137,5 @@ def _plain(where: str, value: Any) -> Any:
         return number if math.isfinite(number) else "infinity" if number > 0 else "-infinity"
     raise ValueError(
         f"Cannot put {where} into the certificate: expected text, numbers, lists and mappings, "
-        f"got {value!r} of type {type(value).__name__}."
+        f"got {shown(value)}."
     )

@@ -47,8 +47,9 @@ _logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 _RECORDS_TOLD = (
-    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's length. "
-    "If it is a secret, give sample_rate= and expected_batch_size= (data.records in a configuration)"
+    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
+    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
+    "configuration)"
 )
 
 
@@ -145,8 +146,8 @@ class PrivacyEngine:
             loss_reduction: 'mean' or 'sum', how the loss you call backward() on treats the batch.
             poisson_sampling: False assigns each record to one batch per epoch instead; an epoch
                 then costs one Gaussian without amplification by sampling.
-            sample_rate: q, a public constant. Without it q is batch size / dataset size, which tells
-                the number of records, and the certificate says so.
+            sample_rate: q, a public constant. Without it q is batch size / dataset size, which
+                tells the number of records, and the certificate says so.
             expected_batch_size: L, if not the loader's batch size; a public constant.
             max_physical_batch_size: most samples to process at once.
             views: the model sees this many rows for each record, one after the other (augmented

@@ -182,9 +182,9 @@ class RunFolder:
 def read_json(path: Path) -> Any:
     """The document in a file; ValueError if it holds none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. Restore it from a copy.") from error
+        return json.loads(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path} is damaged: it is no JSON. Restore it from a copy.") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

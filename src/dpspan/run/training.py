@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dpspan.accounting import Budget
 from dpspan.checkpoint import load_file
 from dpspan.config import Config, parse_config
+from dpspan.config.yaml_file import read_text
 from dpspan.data import Loaded
 from dpspan.engine import PrivacyEngine
 from dpspan.errors import BudgetExceeded
@@ -103,11 +104,7 @@ def _text(config: Config | str | Path) -> str:
     if isinstance(config, Config):
         plain = config.model_dump(mode="json", exclude_defaults=False)
         return str(yaml.safe_dump(plain, sort_keys=False))
-    try:
-        return Path(config).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"Cannot read the configuration {config}: {reason}.") from error
+    return read_text(config)
 
 
 class _Run:
