@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from dpspan.accounting import Budget, calibrate_event
 from dpspan.capture import captures_on
@@ -29,6 +31,7 @@ from dpspan.noise import Noise
 from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
 from dpspan.private_step import PrivateStep, check_optimizer
+from dpspan.processes import refuse_several_processes, refuse_wrappers, watch_for_wrappers
 from dpspan.public import PublicData
 from dpspan.sampling import (
     Draw,
@@ -178,6 +181,8 @@ class PrivacyEngine:
                 "This engine already trains a model. Make another one with ledger=engine.ledger, "
                 "so that both spend from the same budget."
             )
+        refuse_several_processes()
+        refuse_wrappers(module)
         _check_noise(noise_multiplier, non_private)
         check_count("views", views)
         draw = _draw(data_loader, poisson_sampling, sample_rate)
@@ -248,9 +253,12 @@ class PrivacyEngine:
             charge=charge,
             warn=self._warn,
         )
-        loader.on_piece = lambda piece: step.on_piece(
-            piece, new_epoch=piece.first and loader.position == 0
-        )
+
+        def on_piece(piece: Piece) -> None:
+            refuse_several_processes()  # torch.distributed may have been initialised since
+            step.on_piece(piece, new_epoch=piece.first and loader.position == 0)
+
+        loader.on_piece = on_piece
         if sample_rate is None:
             self.ledger.warn(_RECORDS_TOLD)
         if isinstance(draw, PartitionDraw):
@@ -270,10 +278,10 @@ class PrivacyEngine:
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
-        handle = None
+        hooks = [watch_for_wrappers(module)]
         if criterion is not None:
-            handle = watch(criterion, loss_reduction, samples=lambda: step.samples)
-        self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
+            hooks.append(watch(criterion, loss_reduction, samples=lambda: step.samples))
+        self._run = _Run(noise_multiplier, description, loader, mechanism, step, hooks)
         _logger.info("dpspan: %s", description)
         return module, optimizer, loader
 
@@ -508,20 +516,20 @@ class _Run:
         loader: PrivateLoader,
         mechanism: Mechanism,
         step: PrivateStep,
-        criterion_hook: Any,
+        hooks: Sequence[RemovableHandle],
     ) -> None:
         self.noise_multiplier = noise_multiplier
         self.description = description
         self.loader = loader
         self.mechanism = mechanism
         self._step = step
-        self._criterion_hook = criterion_hook
+        self._hooks = hooks
 
     def remove(self) -> None:
         self._step.remove()
         self.loader.on_piece = _refuse
-        if self._criterion_hook is not None:
-            self._criterion_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:

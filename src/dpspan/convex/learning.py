@@ -24,6 +24,7 @@ from dpspan.convex.rows import Rows
 from dpspan.convex.scaling import Preparation, Scaling
 from dpspan.convex.schedules import ClipSchedule
 from dpspan.ledger import RECORDS_TOLD, Ledger
+from dpspan.processes import refuse_several_processes
 
 _ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
 STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}
@@ -96,6 +97,7 @@ def learn(
     settings: Settings, private: Table, public: Table | None, ledger: Ledger | None
 ) -> Learned:
     """Fit privately; everything is checked before the first release."""
+    refuse_several_processes()
     if private.targets is None:
         raise ValueError("Expected targets for the private records, got none.")
     count = int(private.x.shape[0])

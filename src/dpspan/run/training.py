@@ -21,6 +21,7 @@ from dpspan.data import Loaded
 from dpspan.engine import PrivacyEngine
 from dpspan.errors import BudgetExceeded
 from dpspan.ledger import Ledger
+from dpspan.processes import refuse_several_processes
 from dpspan.run.choice import chosen_public
 from dpspan.run.folder import RunFolder, read_json, read_lines
 from dpspan.run.parts import make_parts, sampling
@@ -88,6 +89,7 @@ def train(
         watch: called before the first step and after every step.
         stop: asked after every step; True saves a checkpoint and ends the run, to be resumed.
     """
+    refuse_several_processes()
     text = _text(config)
     checked = config if isinstance(config, Config) else parse_config(text, name=str(config))
     folder = RunFolder(checked.output.folder)
