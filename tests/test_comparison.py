@@ -131,7 +131,7 @@ class TestBaselines:
             with_baselines(task_of(), [gep])
 
     def test_names_must_differ(self) -> None:
-        with pytest.raises(ValueError, match="a name of its own, got \\['DP-SGD'\\]"):
+        with pytest.raises(ValueError, match="a name of its own, got 'DP-SGD'"):
             with_baselines(task_of(), [PLAIN, PLAIN])
 
     @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ class TestBaselines:
             ),
             (
                 {"method": DPSGD(), "learning_rate": 1.0, "schedule": lambda step, steps: -1.0},
-                r"Expected a schedule of finite factors >= 0, got \[-1.0\]",
+                r"Expected a schedule of finite factors >= 0, got -1\.0",
             ),
         ],
     )
@@ -274,7 +274,7 @@ class TestRuns:
         assert len(list(tmp_path.rglob("model.safetensors"))) == 1  # of the run that came after
         whole = read(tmp_path / "certificate.json")
         assert whole["steps"] == 16  # two runs of 2 epochs of 4 steps
-        assert "a run was charged whose model is not here" in whole["warnings"][0]
+        assert any("a run was charged whose model is not here" in w for w in whole["warnings"])
         assert comparison.epsilon_together > comparison.row("DP-SGD").epsilon + 0.5
         assert compare(task, [PLAIN], out=tmp_path, seeds=(0,)) == comparison  # and no more
 

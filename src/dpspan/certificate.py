@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpspan.accounting import pld_interval
+from dpspan.checks import shown
 from dpspan.events import event_to_json
 from dpspan.files import replacing
 from dpspan.ledger import Ledger
@@ -63,6 +64,7 @@ def certificate(
         "epsilon": spending.epsilon,
         "delta": spending.delta,
         "adjacency": adjacency,
+        "discloses_number_of_records": ledger.discloses_records,
         "budget": None if budget is None else asdict(budget),
         "accountant": {
             "chosen": ledger.accountant,
@@ -157,5 +159,5 @@ def _plain(where: str, value: Any) -> Any:
         return number if math.isfinite(number) else "infinity" if number > 0 else "-infinity"
     raise ValueError(
         f"Cannot put {where} into the certificate: expected text, numbers, lists and mappings, "
-        f"got {value!r} of type {type(value).__name__}."
+        f"got {shown(value)}."
     )
