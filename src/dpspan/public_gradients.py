@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dpspan.checks import check_count, expect
+from dpspan.checks import check_count, expect, shown
 from dpspan.errors import DPSpanError
 from dpspan.gradients import PerSampleGradients
 from dpspan.per_sample import per_sample_gradients
@@ -120,7 +120,7 @@ def labels_of(value: str | Labels) -> Labels:
     if not isinstance(value, Labels):
         raise ValueError(
             "Expected public_labels to be 'random', 'redrawn', 'real', RandomLabels(redraw=…, "
-            f"seed=…) or RealLabels(), got {value!r}."
+            f"seed=…) or RealLabels(), got {shown(value)}."
         )
     return value
 
@@ -326,7 +326,7 @@ class PublicGradients:
 
     def _gradients(self, piece: PublicPiece) -> PerSampleGradients:
         return per_sample_gradients(
-            self._model, lambda model, _: self._losses(model, piece), piece.inputs
+            self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
         )
 
     def _generator(self, refresh: int, stream: int) -> np.random.Generator:

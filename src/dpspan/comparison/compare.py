@@ -38,6 +38,7 @@ from dpspan.comparison.task import PUBLIC_ONLY, Contender, Task, with_baselines
 from dpspan.comparison.training import Outcome, metric_name, train
 from dpspan.events import event_from_json
 from dpspan.ledger import Ledger
+from dpspan.processes import refuse_several_processes
 from dpspan.run.folder import read_json
 
 Job = tuple[Contender, int]
@@ -90,6 +91,7 @@ def compare(
         >>> [row.name for row in comparison.rows]
         ['DP-SGD']
     """
+    refuse_several_processes()
     expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)
     check_count("jobs", jobs)
     everyone, out = with_baselines(task, contenders), Path(out)
@@ -157,7 +159,8 @@ def _run_all(
 def _progress(console: Console | None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, disable=console is None) as progress:
+    where = console or Console(quiet=True)  # a disabled bar may still end its line
+    with Progress(*columns, console=where, disable=where.quiet) as progress:
         yield progress
 
 

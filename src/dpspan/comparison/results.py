@@ -110,9 +110,7 @@ class Comparison:
     def from_dict(cls, content: dict[str, Any]) -> Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
-            raise ValueError(
-                f"Expected a comparison of format {FORMAT!r}, got {content.get('format')!r}."
-            )
+            raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
         metric = content["metric"]
         rows = []
         for row in content["rows"]:

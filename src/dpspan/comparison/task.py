@@ -211,7 +211,7 @@ def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contend
     """
     names = [contender.name for contender in contenders]
     repeated = sorted({name for name in names if names.count(name) > 1})
-    expect(not repeated, "every contender to have a name of its own", repeated)
+    expect(not repeated, "every contender to have a name of its own", ", ".join(repeated))
     plain = [c for c in contenders if isinstance(c.method, DPSGD)]
     if not plain:
         raise ValueError(

@@ -55,7 +55,9 @@ def train(task: Task, contender: Contender, seed: int) -> Outcome:
     draw = PoissonDraw.one_pass(records=len(task.private), sample_rate=rate)  # type: ignore[arg-type]
     steps = task.epochs * draw.steps_per_epoch
     noise = calibrated(task.budget, ledger.events, rate, steps, task.accountant)
-    run = _Run(task, contender, model, seed, ledger, noise, rate)
+    # A rate that comes from the data is for the engine to find, and to say so.
+    given = None if task.records is None else rate
+    run = _Run(task, contender, model, seed, ledger, noise, given)
     ledger.budget = task.budget
     ledger.reserve(step_event(noise, rate), steps)
     # Before the first private step, and at each point of the curve.
@@ -107,7 +109,7 @@ class _Run:
         seed: int,
         ledger: Ledger,
         noise_multiplier: float,
-        sample_rate: float,
+        sample_rate: float | None,
     ) -> None:
         self.engine = PrivacyEngine(ledger=ledger)
         self._task, self._model, self._schedule = task, model, contender.schedule

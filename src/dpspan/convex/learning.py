@@ -23,7 +23,8 @@ from dpspan.convex.public_rows import digest, refuse_overlap
 from dpspan.convex.rows import Rows
 from dpspan.convex.scaling import Preparation, Scaling
 from dpspan.convex.schedules import ClipSchedule
-from dpspan.ledger import Ledger
+from dpspan.ledger import RECORDS_TOLD, Ledger
+from dpspan.processes import refuse_several_processes
 
 _ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
 STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}
@@ -96,6 +97,7 @@ def learn(
     settings: Settings, private: Table, public: Table | None, ledger: Ledger | None
 ) -> Learned:
     """Fit privately; everything is checked before the first release."""
+    refuse_several_processes()
     if private.targets is None:
         raise ValueError("Expected targets for the private records, got none.")
     count = int(private.x.shape[0])
@@ -128,8 +130,8 @@ def learn(
         ledger.invalidate("noise was drawn from a fixed random_state")
     if settings.records is None:  # on the ledger too, which other certificates may be made from
         ledger.warn(
-            f"The number of records of a fit, {count}, was taken to be public: the guarantee is "
-            f"for {_ZERO_OUT}."
+            f"{RECORDS_TOLD}: a fit divides by it, {count}, and its guarantee is for {_ZERO_OUT}. "
+            "Give a public number by records= if it is a secret"
         )
     if private.detail:
         ledger.warn(private.detail)

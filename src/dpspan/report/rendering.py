@@ -77,6 +77,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "runs": len(found.runs),
         "metric": None if shown is None else _heading(shown),
         "sampling": wording.sampling(dearest.certificate),
+        "records_told": any(r.certificate.get("discloses_number_of_records") for r in found.runs),
         "rows": rows,
         "several": len(found.runs) > 1,
         "verdicts": [] if comparison is None else verdicts(comparison),

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from dpspan.accounting import Budget
 from dpspan.checkpoint import load_file
 from dpspan.config import Config, parse_config
+from dpspan.config.yaml_file import read_text
 from dpspan.data import Loaded
 from dpspan.engine import PrivacyEngine
 from dpspan.errors import BudgetExceeded
 from dpspan.ledger import Ledger
+from dpspan.processes import refuse_several_processes
 from dpspan.run.choice import chosen_public
 from dpspan.run.folder import RunFolder, read_json, read_lines
 from dpspan.run.parts import make_parts, sampling
@@ -87,6 +89,7 @@ def train(
         watch: called before the first step and after every step.
         stop: asked after every step; True saves a checkpoint and ends the run, to be resumed.
     """
+    refuse_several_processes()
     text = _text(config)
     checked = config if isinstance(config, Config) else parse_config(text, name=str(config))
     folder = RunFolder(checked.output.folder)
@@ -103,11 +106,7 @@ def _text(config: Config | str | Path) -> str:
     if isinstance(config, Config):
         plain = config.model_dump(mode="json", exclude_defaults=False)
         return str(yaml.safe_dump(plain, sort_keys=False))
-    try:
-        return Path(config).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"Cannot read the configuration {config}: {reason}.") from error
+    return read_text(config)
 
 
 class _Run:
@@ -165,7 +164,8 @@ class _Run:
             "data_loader": parts.loader(config.training.batch_size),
             "criterion": self._criterion,
             "method": method,
-            "sample_rate": draw.sample_rate,
+            # A rate that comes from the data is for the engine to find, and to say so.
+            "sample_rate": None if config.data.records is None else draw.sample_rate,
             "expected_batch_size": float(config.training.batch_size),
             "max_physical_batch_size": config.training.physical_batch_size,
             "warm_start": warm_start,
@@ -424,15 +424,8 @@ def _way_out(folder: RunFolder) -> str:
 
 
 def run_ledger(config: Config, folder: RunFolder) -> Ledger:
-    """A ledger with the budget, and what the folder of a run that has yet to begin has spent.
-
-    ValueError if something is there that was paid for, and the record of its price is not.
-    """
-    if not folder.ledger.exists() and (folder.certified or folder.choice.exists()):
-        raise ValueError(
-            f"{folder.ledger} is missing, so nobody knows what the other files in {folder.path} "
-            "have cost. Restore it, or train anew in another folder."
-        )
+    """A ledger with the budget, and what the folder of a run that has yet to begin has spent."""
+    folder.refuse_lost_ledger()
     epsilon, delta = config.budget.epsilon, config.budget.delta
     budget = None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
     ledger = Ledger(accountant=config.budget.accountant, budget=budget)
