@@ -390,6 +390,7 @@ class PrivacyEngine:
         `dpspan.certificate.weights_sha256`.
         """
         run = self._running()
+        run.guard.warn_of_unknowns()
         try:
             run.guard.review()
         except CaptureError as error:
