@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     keystr,
     tree_flatten_with_path,
@@ -81,10 +82,16 @@ def probe(
 
 def call_paths(call: Call, rows: int) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of a call that have the batch in front, by path, and the paths of the others."""
-    leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(call)[0]]
+    flat, _ = tree_flatten_with_path(call, is_leaf=_is_packed)
+    leaves = [(keystr(path), x) for path, x in flat]
     tensors = {path: x for path, x in leaves if isinstance(x, Tensor) and x.dim()}
     batch = {path: x for path, x in tensors.items() if len(x) == rows}
     return batch, tensors.keys() - batch.keys()
+
+
+def _is_packed(x: Any) -> bool:
+    """Whether it is a packed sequence, in whose parts no sample can be exchanged."""
+    return isinstance(x, PackedSequence)
 
 
 def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
@@ -285,7 +292,9 @@ class _Stage(NamedTuple):
         """The call with every input that has the batch in front replaced."""
         batch = self.batch
         replaced: Call = tree_map_with_path(
-            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf, self.call
+            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf,
+            self.call,
+            is_leaf=_is_packed,
         )
         return replaced
 
