@@ -12,9 +12,10 @@ import typer
 from rich.table import Table
 
 from dpspan.accounting import Budget, account, calibrate, check_accountant
-from dpspan.checks import check_count, check_delta, expect
+from dpspan.checks import check_count, expect
 from dpspan.cli.app import Json, app, out, print_json
 from dpspan.events import step_event
+from dpspan.promises import check_promised_delta, warn_of_weaknesses
 
 _MOST_EPOCHS = 10**6
 
@@ -55,7 +56,7 @@ def account_command(
 
     An option given several times makes a table over all combinations.
     """
-    check_delta("--delta", delta)
+    check_promised_delta("--delta", delta)
     check_accountant(accountant)
     rates = _rates(records, batch_size, sample_rate)
     given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
@@ -70,6 +71,7 @@ def account_command(
         solve(q, first, second, delta, accountant)
         for q, first, second in itertools.product(rates, *known)
     ]
+    warn_of_weaknesses(max(row.epsilon for row in rows), delta, records)
     if as_json:
         print_json({"adjacency": "add or remove one record", "rows": [asdict(r) for r in rows]})
     else:
