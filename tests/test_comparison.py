@@ -119,7 +119,7 @@ def test_what_is_trained_on_private_records_is_not_free(tmp_path: Path) -> None:
     """The baseline of public data alone would certify ε = 0."""
     x, y = blobs(200, 0)  # the private records
     task = task_of(public=(x[:20], 1 - y[:20]))
-    with pytest.raises(ValueError, match="20 of the 20 samples .* also occur in the private"):
+    with pytest.raises(ValueError, match=r"20 of the 20 samples .* also occur in the private"):
         compare(task, [PLAIN], out=tmp_path, seeds=(0,))
     assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("certificate.json"))
