@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -38,6 +37,7 @@ from dpspan.comparison.verdicts import difference
 from dpspan.config.training import StepsSection
 from dpspan.events import event_from_json, pure_event
 from dpspan.run import RunFolder
+from processes import CONTEXT
 
 COMPARE = sys.modules[folder_of.__module__]  # the package shows the function of that name
 BUDGET = Budget(epsilon=5.0, delta=1e-5)
@@ -75,6 +75,18 @@ def task_of(**changes: Any) -> Task:
 
 
 PLAIN = Contender(name="DP-SGD", method=DPSGD(clip=1.0), learning_rate=0.5)
+
+
+def killed_at_the_first_model(task: Task, out: Path) -> None:
+    """A process of its own: it ends when the model is there and before the books say so."""
+    real = COMPARE.save_file
+
+    def killed(*arguments: Any) -> None:
+        real(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    COMPARE.save_file = killed  # type: ignore[attr-defined]
+    compare(task, [PLAIN], out=out, seeds=(0,))
 
 
 def read(path: Path) -> Any:
@@ -288,22 +300,12 @@ class TestRuns:
         assert list((tmp_path / "dp-sgd").iterdir()) == [left]  # nothing was written this time
 
     def test_a_model_that_a_killed_process_left_is_paid_and_taken_away(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path
     ) -> None:
         task = task_of(public=None, accountant="rdp")
-        real = COMPARE.save_file
-
-        def killed(*arguments: Any) -> None:
-            real(*arguments)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(COMPARE, "save_file", killed)
-            process = multiprocessing.get_context("fork").Process(
-                target=compare, args=(task, [PLAIN]), kwargs={"out": tmp_path, "seeds": (0,)}
-            )
-            process.start()
-            process.join()
+        process = CONTEXT.Process(target=killed_at_the_first_model, args=(task, tmp_path))
+        process.start()
+        process.join()
         assert process.exitcode == -signal.SIGKILL
         assert len(list(tmp_path.rglob("model.safetensors"))) == 1
         comparison = compare(task, [PLAIN], out=tmp_path, seeds=(0,))

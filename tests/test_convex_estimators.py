@@ -47,8 +47,9 @@ QUICK: dict[str, Any] = {"accountant": "rdp"}  # a hundredth of a second instead
 
 
 @parametrize_with_checks([kind(**QUICK) for kind in ESTIMATORS])
-def test_scikit_learns_checks(estimator, check) -> None:
+def test_scikit_learns_checks(estimator, check, monkeypatch) -> None:
     """All of them, no exceptions: noise is fixed by random_state, at the default ε = 1."""
+    monkeypatch.setenv("SCIPY_ARRAY_API", "1")  # or those of array API dispatch would be skipped
     check(estimator)
 
 
@@ -255,7 +256,8 @@ def test_noise_is_fresh_unless_fixed() -> None:
     fourth = PrivateLogisticRegression(**QUICK).fit(x, y)
     assert not np.array_equal(third.coef_, fourth.coef_)
     fixed = [PrivateLogisticRegression(random_state=4, **QUICK).fit(x, y) for _ in range(2)]
-    np.testing.assert_array_equal(fixed[0].coef_, fixed[1].coef_)
+    # But for rounding, which may depend on where in memory an array begins.
+    np.testing.assert_allclose(fixed[0].coef_, fixed[1].coef_, rtol=1e-9, atol=1e-12)
     for document in (m.certificate_ for m in fixed):
         assert document["private"] is False
         assert document["not_private_because"] == ["noise was drawn from a fixed random_state"]

@@ -13,6 +13,7 @@ from PIL import Image
 from digits import digits, write_csv, write_idx, write_images
 from dpspan.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, load
 from dpspan.data.source import Source
+from needs import extra
 
 N = 40
 X, Y = digits(N)
@@ -135,7 +136,7 @@ def test_categories_become_indicators(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow = extra("pyarrow")
     from pyarrow import parquet
 
     columns = {f"p{i}": X.reshape(N, -1)[:, i] for i in range(64)}
@@ -152,7 +153,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_hugging_face(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = extra("datasets")
     images = [Image.fromarray(image) for image in X]
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(NAMES))}

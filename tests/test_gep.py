@@ -312,7 +312,8 @@ def test_noise_is_not_swallowed_by_what_cancels() -> None:
     w = noise.normal(torch.zeros(64, dtype=torch.float64), math.sqrt(2))
     r = noise.normal(torch.zeros(64), math.sqrt(2) * 0.2)
     expected = flat(mechanism.source.made[0].lift(w)) + r
-    assert torch.allclose(released - noiseless, expected, atol=0.01)  # of a noise of 0.28
+    difference = (released - noiseless).double()
+    assert torch.allclose(difference, expected, atol=0.01)  # of a noise of 0.28
 
 
 def test_what_is_measured_is_what_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:

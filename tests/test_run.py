@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -29,6 +28,8 @@ from dpspan.ledger import Ledger
 from dpspan.noise import Noise
 from dpspan.run import Progress, Result, RunFolder, train
 from dpspan.run.folder import read_lines
+from needs import extra
+from processes import CONTEXT
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}  # quick: no PLD, no search
 KEYS = {"engine", "module", "optimizer", "checkpoint_dict"}
@@ -250,7 +251,7 @@ def test_unprivate_metrics_only_on_request_and_on_record(folder: Path) -> None:
 
 
 def test_tensorboard_gets_the_same_numbers(folder: Path) -> None:
-    pytest.importorskip("tensorboard")
+    extra("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(config(folder, budget=NOISY, output={"folder": str(folder / "run"), "tensorboard": True}))
@@ -533,10 +534,9 @@ def survive(folder: Path, *, kills: int, epochs: int, seed: int) -> None:
     output = {"folder": str(folder / "run"), "checkpoint_every": 2}
     chosen = config(folder, training=training, budget=NOISY, output=output)
     files, log, killed, reached = RunFolder(folder / "run"), folder / "noise", 0, 0
-    fork = multiprocessing.get_context("fork")  # the imports are done: a process starts at once
     while True:
         before = ledger_steps(files) if files.ledger.exists() else -1
-        process = fork.Process(target=logged_training, args=(chosen, log))
+        process = CONTEXT.Process(target=logged_training, args=(chosen, log))
         process.start()
         if killed < kills:
             while process.is_alive() and (

@@ -350,6 +350,15 @@ def test_one_record_raises_each_sum_by_0_to_1(make, kind, threshold):
         assert after[:2] == pytest.approx(before[:2], abs=len(x))
 
 
+@pytest.mark.parametrize("make", [network, conv_network])
+def test_a_records_place_in_its_batch_changes_its_score_by_rounding_alone(make):
+    """In float32: the share of ε that is kept for it allows sums to move by 1/254."""
+    model, x, y = make(), images(64, 5), labels(64)
+    score = Score(model, CE, subspaces(model, images(20, 1)), piece=64)
+    backwards = score(x.flip(0), y.flip(0)).flip(0)
+    assert (score(x, y) - backwards).abs().sum() < 1 / 254
+
+
 def test_all_batches_are_of_one_size():
     """The last bits of a result depend on it."""
     sizes = []

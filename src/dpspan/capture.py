@@ -23,6 +23,7 @@ from dpspan.errors import CaptureError
 from dpspan.gradients import PerSampleGradients, carried_names
 from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
+from dpspan.layers.recurrent import Terms, is_of_opacus, is_recurrent, sequences, step_by_step
 from dpspan.layers.terms import Rows, Term
 from dpspan.numerics import exact
 
@@ -188,8 +189,16 @@ class Capture:
         if own and rule is None:
             # Its forward may use its own and its children's parameters in any way, so torch.func
             # takes the whole subtree.
-            module.forward = _Forward(self, path, module)
-            self._generic.append(module)
+            if is_of_opacus(module):
+                raise CaptureError(
+                    f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
+                    "have the batch in front: use torch's own, or dpspan.fix(model)."
+                )
+            for name, part in module.named_modules(prefix=path):
+                if part is module or (part not in seen and is_recurrent(part)):
+                    part.forward = _Forward(self, name, part)
+                    self._generic.append(part)
+                    seen.add(part)
             return
         if own and rule is not None:
             layer = _Layer(self, path, rule)
@@ -342,19 +351,29 @@ class _Layer:
             # Given one copy of the output each, the samples' gradients arrive apart.
             x = x.expand(self._capture.samples, *x.shape[1:])
             output = output.expand(self._capture.samples, *output.shape[1:])
-        version = x._version
+        unchanged = _unchanged(self._path, x)
 
         def receive(grad: Tensor) -> None:
-            if x._version != version:
-                raise CaptureError(
-                    f"The input of '{self._path}' was modified in place after the layer used it. "
-                    "Use the out-of-place form of that operation."
-                )
+            unchanged()
             for name, term in self._rule(module, x, grad):
                 if name in hidden:
                     self._capture.add(hidden[name], term, self._path)
 
         return self._capture.listen(output, self._path, receive)
+
+
+def _unchanged(path: str, *inputs: Tensor) -> Callable[[], None]:
+    """A check that inputs which a layer has used are still what they were."""
+    versions = [x._version for x in inputs]
+
+    def check() -> None:
+        if versions != [x._version for x in inputs]:
+            raise CaptureError(
+                f"The input of '{path}' was modified in place after the layer used it. "
+                "Use the out-of-place form of that operation."
+            )
+
+    return check
 
 
 class _Forward:
@@ -364,6 +383,8 @@ class _Forward:
         self.capture, self._path, self._module = capture, path, module
         self._users = vars(module).get("forward")  # a forward pass given to this very module
         self._forward: Callable[..., Any] = self._users or _own_forward(module)
+        self.inner = getattr(self._forward, "inner", self._forward)  # below other stand-ins
+        self._recurrent = is_recurrent(module)
 
     def restore(self) -> None:
         """Give the module its forward pass back."""
@@ -374,6 +395,8 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         capture = self.capture
+        if self._recurrent and (capture.active or capture._inside_generic):
+            return self._step_by_step(*args, **kwargs)
         if not capture.active:
             return self._forward(*args, **kwargs)
         samples = capture.samples
@@ -403,6 +426,34 @@ class _Forward:
                     "layers with a rule (Linear, Conv, Embedding, norms), freeze it, or try "
                     "dpspan.fix(model)."
                 ) from error
+
+    def _step_by_step(self, *args: Any, **kwargs: Any) -> Any:
+        capture, module = self.capture, self._module
+        weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if not capture.active:  # torch.func vectorises these steps, but no fused kernel
+            return step_by_step(module, weights, lambda x, _: x, *args, **kwargs)
+        found = sequences(module, args[0] if args else kwargs["input"])
+        if found != capture.samples:
+            raise CaptureError(
+                f"Layer '{self._path}' ({type(module).__name__}) saw {found} samples, the batch "
+                f"has {capture.samples}. Its input must be the whole batch: of shape (samples, "
+                "steps, features) if it is built with batch_first=True, which is not the default, "
+                "(steps, samples, features) if it is not, (samples, features) for a cell."
+            )
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        unchanged = _unchanged(self._path, *given)
+
+        def listen(output: Tensor, terms: Terms) -> Tensor:
+            def receive(grad: Tensor) -> None:
+                unchanged()
+                for name, term in terms(grad):
+                    if name in weights and weights[name].requires_grad:
+                        capture.add(weights[name], term, self._path)
+
+            return capture.listen(output, self._path, receive)
+
+        hidden = {name: weight.detach() for name, weight in weights.items()}
+        return step_by_step(module, hidden, listen, *args, **kwargs)
 
     # A copy of the model is an ordinary model: its forward is its class's again.
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
@@ -435,16 +486,22 @@ def _own_forward(module: nn.Module) -> MethodType:
 
 
 class Hook:
-    """A hook that stays behind when the model is copied or pickled."""
+    """A hook that stays behind when the model is copied or pickled; `copied` takes its place."""
 
-    def __init__(self, function: Callable[..., Any], capture: Capture | None = None) -> None:
-        self._function, self.capture = function, capture
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        capture: Capture | None = None,
+        *,
+        copied: Callable[..., None] | None = None,
+    ) -> None:
+        self._function, self.capture, self._copied = function, capture, copied or _nothing
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return self._copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()

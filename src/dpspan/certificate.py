@@ -1,6 +1,7 @@
 """The certificate: what a run guarantees and how it was spent, as one strict JSON document."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -10,6 +11,9 @@ from dataclasses import asdict
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dpspan.accounting import pld_interval
 from dpspan.checks import shown
@@ -85,6 +89,24 @@ def certificate(
         "versions": _versions(),
     }
     return {key: _plain(key, value) for key, value in document.items()}
+
+
+def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 over a state_dict: name, dtype, shape and bytes of each tensor, sorted by name.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.certificate import weights_sha256
+        >>> weights_sha256({"weight": torch.zeros(2)})[:8]
+        '0b15b00b'
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:

@@ -326,7 +326,7 @@ class PublicGradients:
 
     def _gradients(self, piece: PublicPiece) -> PerSampleGradients:
         return per_sample_gradients(
-            self._model, lambda model, _: self._losses(model, piece), piece.inputs
+            self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
         )
 
     def _generator(self, refresh: int, stream: int) -> np.random.Generator:

@@ -6,9 +6,7 @@ records or counts them sees one. Only records that come out in one shape get int
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE
+from dpspan.randomness import FreshWorker, fresh_randomness
 from dpspan.sampling import PoissonDraw, PrivateLoader, records_of
 
 _LABEL_KEYS = ("labels", "label")
@@ -49,7 +48,7 @@ def sampled_batches(
     (chosen,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
     if not len(chosen):
         return
-    with _fresh_randomness():  # the seeds of workers come from here
+    with fresh_randomness():  # the seeds of workers come from here
         batches = iter(
             DataLoader(
                 _Single(dataset, chosen.tolist()),
@@ -57,13 +56,13 @@ def sampled_batches(
                 collate_fn=partial(_collated, loader.collate_fn),
                 num_workers=loader.num_workers,
                 timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
+                worker_init_fn=FreshWorker(loader.worker_init_fn),
                 multiprocessing_context=loader.multiprocessing_context,
             )
         )
     waiting: dict[Any, Any] = {}
     while True:
-        with _fresh_randomness():
+        with fresh_randomness():
             read = next(batches, None)
         if read is None:
             break
@@ -111,25 +110,6 @@ def _joined(batches: list[Any]) -> Any:
 
 def _count(batch: Any) -> int:
     return len(tree_leaves(batch)[0])
-
-
-@contextmanager
-def _fresh_randomness() -> Iterator[None]:
-    """What Python, numpy and torch draw comes from OS entropy; their state is as before afterwards.
-
-    With random numbers that anybody knows, as after `torch.manual_seed(0)`, a record that comes
-    first would change how all later ones are augmented, and no ε would cover that.
-    """
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([]):
-            torch.default_generator.seed()
-            random.seed()
-            np.random.seed()
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:

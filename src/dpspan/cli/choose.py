@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, out, print_json, say
+from dpspan.cli.app import Json, Quiet, app, out, print_json, say
 
 if TYPE_CHECKING:
     from dpspan.config import Config
@@ -22,6 +22,7 @@ def choose_command(
     ] = False,
     rank: Annotated[int, typer.Option(help="Directions to compare in the table.")] = 16,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Choose among the public data of CONFIG, privately, as its `choose` section says.
 
@@ -29,10 +30,6 @@ def choose_command(
     was looked at instead is kept there too: the certificate and the report will say so.
     """
     from dpspan.config import load_config
-    from dpspan.run.choice import chosen_public
-    from dpspan.run.folder import RunFolder
-    from dpspan.run.parts import make_parts
-    from dpspan.run.training import run_ledger
 
     settings = load_config(config)
     if unprivate_rank:
@@ -43,6 +40,11 @@ def choose_command(
             f"{config} has no `choose` section. Add one, such as `choose: {{epsilon: 0.1}}`, or "
             "look at a table by --unprivate-rank, which is not private."
         )
+    from dpspan.run.choice import chosen_public
+    from dpspan.run.folder import RunFolder
+    from dpspan.run.parts import make_parts
+    from dpspan.run.training import run_ledger
+
     folder = RunFolder(settings.output.folder)
     with folder.locked():
         ledger = run_ledger(settings, folder)
@@ -51,7 +53,8 @@ def choose_command(
         print_json(choice)
         return
     out().print(f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}")
-    say(f"{choice['note']} `dpspan train {config}` uses it, and pays for it.")
+    if not quiet:
+        say(f"{choice['note']} `dpspan train {config}` uses it, and pays for it.")
 
 
 def _rank(settings: Config, rank: int, as_json: bool) -> None:

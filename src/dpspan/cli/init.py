@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
-import yaml
 
 from dpspan.checks import near
-from dpspan.cli.app import Json, app, print_json, say
+from dpspan.cli.app import Json, Quiet, app, check_exists, print_json, say
 
 _Fields = dict[str, Any]
 
@@ -38,10 +36,9 @@ def init(
     interactive: Annotated[bool, typer.Option(help="Ask for what is missing.")] = False,
     force: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a commented configuration for `dpspan train`."""
-    from dpspan.config import parse_config
-
     if interactive:
         data = data or Path(typer.prompt("Private data (file or folder)"))
         classes = classes or typer.prompt("Number of classes, or their names (cat,dog)")
@@ -66,6 +63,8 @@ def init(
         batch_size=batch_size,
         folder=_flow(str(folder)),
     )
+    from dpspan.config import parse_config
+
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
     try:
         out.write_text(text, encoding="utf-8")
@@ -73,12 +72,14 @@ def init(
         raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
     if as_json:
         print_json({"config": str(out)})
-    else:
+    elif not quiet:
         say(f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}")
 
 
 def _flow(value: Any) -> str:
     """On one line of YAML."""
+    import yaml
+
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -94,8 +95,7 @@ def _model(name: str) -> _Fields:
 
 
 def _source(path: Path, label: str | None, part: str) -> _Fields:
-    if not path.exists():
-        raise FileNotFoundError(f"There is nothing at {path}.")
+    check_exists(path)
     for fits, describe in _FORMATS.values():
         if fits(path):
             return describe(path, label, part)
@@ -106,6 +106,8 @@ def _source(path: Path, label: str | None, part: str) -> _Fields:
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Fields:
+    import numpy as np
+
     from dpspan.data.source import unreadable
 
     try:
@@ -211,6 +213,8 @@ def _has_test(private: _Fields) -> bool:
     """Whether an npz file holds test arrays beside the training ones."""
     if private.get("inputs") != "x_train":
         return False
+    import numpy as np
+
     with np.load(private["path"], allow_pickle=False) as file:
         return {"x_test", "y_test"} <= set(file.files)
 

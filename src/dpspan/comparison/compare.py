@@ -161,7 +161,8 @@ def _run_all(
 def _progress(console: Console | None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, disable=console is None) as progress:
+    where = console or Console(quiet=True)  # a disabled bar may still end its line
+    with Progress(*columns, console=where, disable=where.quiet) as progress:
         yield progress
 
 

@@ -6,16 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from dpspan.checks import check_count
 from dpspan.data.records import Loaded, fingerprinted
 from dpspan.section import File, Numbers, Positive, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 Classes = int | tuple[str, ...]  # how many, or their names in order
@@ -73,6 +73,8 @@ def load(source: Source, *, classes: Classes) -> Loaded:
     The number of classes is given, not counted: which labels occur is private. Errors show no value
     of the file. They say which sample is the first bad one, and are for the operator's eyes only.
     """
+    from torch.utils.data import TensorDataset
+
     if isinstance(classes, int):
         check_count("classes", classes)
     count = classes if isinstance(classes, int) else len(classes)
@@ -116,6 +118,8 @@ def unreadable(path: Path, kind: str, error: Exception) -> ValueError:
 
 
 def _tokens(source: Source, raw: Raw) -> Tensor:
+    import torch
+
     if not np.issubdtype(raw.inputs.dtype, np.integer):
         raise ValueError(
             f"Expected whole numbers as tokens in {source.path}, got {raw.inputs.dtype}."
@@ -125,6 +129,8 @@ def _tokens(source: Source, raw: Raw) -> Tensor:
 
 def _arranged(source: Source, raw: Raw) -> Tensor:
     """The values as they are, in a tensor of its own."""
+    import torch
+
     kind = raw.inputs.dtype
     if kind.kind not in "buif":
         raise ValueError(f"Expected numbers as inputs in {source.path}, got {kind}.")
@@ -158,6 +164,8 @@ def _scaled(source: Source, raw: Raw, inputs: Tensor) -> Tensor:
 
 
 def _per_channel(name: str, source: Source, inputs: Tensor) -> Tensor:
+    import torch
+
     value = getattr(source, name)
     if isinstance(value, tuple) and len(value) != inputs.shape[1]:
         raise ValueError(
@@ -169,6 +177,8 @@ def _per_channel(name: str, source: Source, inputs: Tensor) -> Tensor:
 
 
 def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
+    import torch
+
     whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
     if not whole and labels.dtype.kind == "f" and np.array_equal(labels, np.floor(labels)):
         labels, whole = labels.astype(np.int64), True  # 1.0, as tables with gaps have them

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpspan.certificate import FORMAT
+from dpspan.certificate import FORMAT, VERSION
 from dpspan.report.total import Total, is_comparison, total
 
 UNPRIVATE = "unprivate_"
@@ -141,6 +141,11 @@ def _certificate(path: Path) -> dict[str, Any]:
     content = _json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"Expected a certificate of dpspan in {path}, got something else.")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"Expected a certificate of version {VERSION} in {path}, got "
+            f"{content.get('version')!r}: read it with the dpspan that wrote it, or a newer one."
+        )
     return content
 
 
