@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,7 +178,8 @@ def ieee(like: Tensor) -> Iterator[None]:
     if Arithmetic.of(like).factor == 0:
         yield
         return
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    backends: list[Any] = [torch.backends.cuda.matmul]
+    backends.append(getattr(torch.backends.mkldnn, "matmul", None))  # torch 2.6 has none
     named = [backend for backend in backends if hasattr(backend, "fp32_precision")]
     before = [backend.fp32_precision for backend in named]
     try:
