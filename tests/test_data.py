@@ -146,9 +146,9 @@ def test_parquet(tmp_path: Path) -> None:
     same(Parquet(path=path, inputs=tuple(columns), label="digit", scale=255.0))
     same(Parquet(path=path, inputs=tuple(columns), label="name", scale=255.0), classes=NAMES)
     parquet.write_table(pyarrow.table({"a": [1.0, None], "b": [0, 1]}), path)
-    with pytest.raises(ValueError, match=r"Expected numbers in column 'a' .* got None in row 2"):
+    with pytest.raises(ValueError, match=r"numbers in column 'a' .* something else in row 2"):
         load(Parquet(path=path, inputs=("a",), label="b"), classes=2)
-    with pytest.raises(ValueError, match="no column 'c': it has a, b"):
+    with pytest.raises(ValueError, match="no column 'c' among its 2"):
         load(Parquet(path=path, inputs=("c",)), classes=2)
 
 
@@ -163,7 +163,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     same(HuggingFace(path=tmp_path / "one"))
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "several")
     same(HuggingFace(path=tmp_path / "several", split="train"))
-    with pytest.raises(ValueError, match="Expected split to be one of train"):
+    with pytest.raises(ValueError, match=r"Expected split to be one of the 1 of .*, got None"):
         load(HuggingFace(path=tmp_path / "several"), classes=10)
     with pytest.raises(ValueError, match="no column 'text'"):
         load(HuggingFace(path=tmp_path / "one", inputs="text"), classes=10)

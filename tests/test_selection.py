@@ -620,6 +620,44 @@ def test_the_ledger_is_written_before_the_draw(monkeypatch):
         choose_public(network(), CE, private(), CANDIDATES, ledger=ledger, rank=4)
 
 
+@pytest.mark.parametrize("mechanism", [pick.name for pick in PICKS])
+@pytest.mark.parametrize("sample_rate", [1.0, 0.5, 0.05])
+@pytest.mark.parametrize("epsilon", [0.1, 2.0])
+def test_the_draw_spends_what_is_charged(monkeypatch, mechanism, sample_rate, epsilon):
+    """ε₀ on a sample of that very rate, less the 128th that is kept; and ε on the ledger."""
+    drawn, rates = [], []
+
+    class Watched:
+        def draw(self, scores, rate, below):
+            drawn.append(rate)
+            return 0
+
+    def read(loader, rate, piece):
+        rates.append(rate)
+        return sampled_batches(loader, rate, piece)
+
+    monkeypatch.setattr(selection, "pick_named", lambda name: Watched())
+    monkeypatch.setattr(selection, "sampled_batches", read)
+    ledger = Ledger()
+    choose_public(
+        network(), CE, private(), CANDIDATES,
+        ledger=ledger, rank=4, epsilon=epsilon, sample_rate=sample_rate, mechanism=mechanism,
+    )  # fmt: skip
+    on_sample = math.log(1 + (math.exp(epsilon) - 1) / sample_rate)
+    assert float(drawn[0] * UNIT) == pytest.approx(on_sample * 127 / 128, rel=1e-12)
+    assert rates == [sample_rate]
+    assert ledger.events == ((pure_event(epsilon), 1),)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.05])
+def test_each_record_is_in_the_sample_with_that_probability(rate):
+    n = 4000
+    loader = DataLoader(TensorDataset(torch.arange(n)[:, None], torch.zeros(n).long()))
+    read = torch.cat([x for x, _ in sampled_batches(loader, rate, 500)])[:, 0]
+    assert len(set(read.tolist())) == len(read)
+    assert abs(len(read) - n * rate) < 6 * math.sqrt(n * rate * (1 - rate))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

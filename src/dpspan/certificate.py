@@ -20,6 +20,7 @@ from dpspan.checks import shown
 from dpspan.events import event_to_json
 from dpspan.files import replacing
 from dpspan.ledger import Ledger
+from dpspan.promises import check_promised_delta, weaknesses
 
 FORMAT = "dpspan.certificate"
 VERSION = 1
@@ -50,6 +51,8 @@ def certificate(
         (True, 100, 'add or remove one record')
     """
     spending = ledger.spending(delta)  # first: it may add a warning
+    check_promised_delta("delta", spending.delta)
+    weak = weaknesses(spending.epsilon, spending.delta)
     budget = ledger.budget
     fallback = spending.accountant != ledger.accountant
     interval = None
@@ -82,7 +85,7 @@ def certificate(
             {"name": r.name, "count": r.count, "sha256": r.digest, "detail": r.detail}
             for r in ledger.public
         ],
-        "warnings": list(ledger.warnings),
+        "warnings": list(dict.fromkeys([*ledger.warnings, *weak])),
         "versions": _versions(),
     }
     return {key: _plain(key, value) for key, value in document.items()}

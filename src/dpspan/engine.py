@@ -34,6 +34,7 @@ from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
 from dpspan.private_step import PrivateStep, check_device, check_optimizer
 from dpspan.processes import refuse_several_processes, refuse_wrappers, watch_for_wrappers
+from dpspan.promises import warn_of_weaknesses, weaknesses
 from dpspan.public import PublicData
 from dpspan.sampling import (
     Draw,
@@ -340,6 +341,8 @@ class PrivacyEngine:
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
         draw = _draw(data_loader, poisson_sampling, sample_rate)
+        told = draw.records if sample_rate is None else None  # else their number is no one's
+        warn_of_weaknesses(target_epsilon, target_delta, told)
         events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
         noise_multiplier = calibrate_event(
             lambda z: _event(draw, z), events, budget, spent=self.ledger
@@ -366,6 +369,8 @@ class PrivacyEngine:
             warm_start=warm_start,
         )
         self.ledger.budget = budget
+        for sentence in weaknesses(None, target_delta, told):
+            self.ledger.warn(sentence)
         self.ledger.reserve(_event(draw, noise_multiplier), events)
         return result
 
@@ -390,6 +395,7 @@ class PrivacyEngine:
         `dpspan.certificate.weights_sha256`.
         """
         run = self._running()
+        run.guard.warn_of_unknowns()
         try:
             run.guard.review()
         except CaptureError as error:

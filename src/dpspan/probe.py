@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     keystr,
     tree_flatten_with_path,
@@ -81,17 +82,27 @@ def probe(
 
 def call_paths(call: Call, rows: int) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of a call that have the batch in front, by path, and the paths of the others."""
-    leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(call)[0]]
+    flat, _ = tree_flatten_with_path(call, is_leaf=_is_packed)
+    leaves = [(keystr(path), x) for path, x in flat]
     tensors = {path: x for path, x in leaves if isinstance(x, Tensor) and x.dim()}
     batch = {path: x for path, x in tensors.items() if len(x) == rows}
     return batch, tensors.keys() - batch.keys()
 
 
+def _is_packed(x: Any) -> bool:
+    """Whether it is a packed sequence, in whose parts no sample can be exchanged."""
+    return isinstance(x, PackedSequence)
+
+
 def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
     """Compare kept samples in two companies; whether the comparison could decide anything."""
-    kept, first, second = companies(stage.samples, wide)
     seed = fresh_seed()
-    norms, others = stage.norms(first, seed), stage.norms(second, seed)
+    try:
+        kept, first, second = companies(stage.samples, wide)
+        norms, others = stage.norms(first, seed), stage.norms(second, seed)
+    except (RuntimeError, ValueError):  # sequences that must be sorted, say
+        kept, first, second = neighbours(stage.samples)
+        norms, others = stage.norms(first, seed), stage.norms(second, seed)
     if not differ(norms[kept], others[kept]):
         return bool((norms[kept] + others[kept]).isfinite().any())
     if differ(norms, stage.norms(first, seed)):
@@ -129,6 +140,13 @@ def companies(samples: int, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
     return kept, first, second
 
 
+def neighbours(samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `companies`, in an order that stays the same: who goes is replaced by who stands next."""
+    kept, position, _ = companies(samples, wide=True)
+    before = torch.where(kept, position, -1).cummax(0).values
+    return kept, position, torch.where(before < 0, before[before >= 0][0], before)
+
+
 def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
     """Whether a square input is the same to all samples: then they may change places under it.
 
@@ -146,7 +164,7 @@ def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
 def _check_memory(stage: _Stage) -> None:
     """Refuse a model in which something of a batch, kept in an attribute, reaches later ones."""
     everybody = torch.arange(stage.samples)
-    _, few, _ = companies(stage.samples, wide=False)
+    _, _, few = neighbours(stage.samples)
     seed = fresh_seed()
     after_itself, after_few = (stage.norms(everybody, seed, before=b) for b in (everybody, few))
     if not differ(after_itself, after_few):
@@ -220,7 +238,7 @@ class _Stage(NamedTuple):
     def check_scale(self) -> None:
         """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
         with untouched(self.model, fresh_seed()), torch.no_grad(), _evaluating(self.model):
-            order, part = shuffled(self.samples), max(1, self.samples // 3)
+            order, part = torch.arange(self.samples), max(1, self.samples // 3)
             together = self._loss(order)
             if together is None:
                 return
@@ -274,7 +292,9 @@ class _Stage(NamedTuple):
         """The call with every input that has the batch in front replaced."""
         batch = self.batch
         replaced: Call = tree_map_with_path(
-            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf, self.call
+            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf,
+            self.call,
+            is_leaf=_is_packed,
         )
         return replaced
 

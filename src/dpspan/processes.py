@@ -28,10 +28,11 @@ def refuse_several_processes() -> None:
     if several:
         raise RuntimeError(
             "This is one of several processes (torch.distributed, or WORLD_SIZE and RANK as "
-            "torchrun sets them), and private training works in one: each would release a model "
-            "of its own from all records, and its ledger would leave the others out. Start one "
-            "process without torchrun; max_physical_batch_size= makes a large batch fit. For several runs "
-            "that are released one by one, start each by itself with WORLD_SIZE and RANK unset."
+            "torchrun sets them), and private training works in one: each would release a model of "
+            "its own from all records, and its ledger would leave the others out. Start one "
+            "process without torchrun; max_physical_batch_size= makes a large batch fit. For "
+            "several runs that are released one by one, start each by itself, with WORLD_SIZE and "
+            "RANK unset."
         )
 
 
@@ -62,6 +63,6 @@ def _number(text: str) -> int:
 def _refuse(wrapper: str, what: str) -> None:
     raise UnsupportedModule(
         f"{what} is wrapped in {wrapper}, which splits batches and adds up gradients before they "
-        "are clipped. Train the module inside it, on one device: pass it to make_private "
-        "unwrapped, and leave it so."
+        "are clipped. Train the module inside it, on one device: pass it to make_private as it is, "
+        "and leave it so."
     )

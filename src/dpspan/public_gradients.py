@@ -130,7 +130,7 @@ Draw = Callable[[np.random.Generator, int, Tensor], Tensor]
 
 def _classes(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
     shape = tuple(outputs.shape)
-    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", shape)
+    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", f"shape {shape}")
     return torch.from_numpy(generator.integers(shape[1], size=(count, *shape[2:])))
 
 

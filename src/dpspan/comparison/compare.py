@@ -39,6 +39,7 @@ from dpspan.comparison.training import Outcome, metric_name, train
 from dpspan.events import event_from_json
 from dpspan.ledger import Ledger
 from dpspan.processes import refuse_several_processes
+from dpspan.promises import warn_of_weaknesses
 from dpspan.run.folder import read_json
 
 Job = tuple[Contender, int]
@@ -94,6 +95,7 @@ def compare(
     refuse_several_processes()
     expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)
     check_count("jobs", jobs)
+    warn_of_weaknesses(task.budget.epsilon, task.budget.delta, task.count)
     everyone, out = with_baselines(task, contenders), Path(out)
     _check_folders(everyone)
     with locked(out):
@@ -256,7 +258,6 @@ def _collected(
                     seed=seed,
                     epsilon=float(spent["epsilon"]),
                     value=metrics[-1][metric],
-                    seconds=metrics[-1]["seconds"],
                     folder=str(folder.relative_to(out)),
                     diverged=run["diverged"],
                 )

@@ -96,11 +96,16 @@ class Task:
         expect(callable(self.model), "model to be a function that makes a model", self.model)
 
     @property
-    def sample_rate(self) -> float:
-        """q; counts the private records unless `records` does."""
+    def count(self) -> int:
+        """About how many private records there are: as stated, or what the sampling rate tells."""
         records = self.records or len(self.private)  # type: ignore[arg-type]
         expect(records > 0, "at least 1 private record", records)
-        return min(1.0, self.batch_size / records)
+        return records
+
+    @property
+    def sample_rate(self) -> float:
+        """q; counts the private records unless `records` does."""
+        return min(1.0, self.batch_size / self.count)
 
     @property
     def start(self) -> WarmStart | None:

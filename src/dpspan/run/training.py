@@ -22,9 +22,10 @@ from dpspan.engine import PrivacyEngine
 from dpspan.errors import BudgetExceeded
 from dpspan.ledger import Ledger
 from dpspan.processes import refuse_several_processes
+from dpspan.promises import weaknesses
 from dpspan.run.choice import chosen_public
 from dpspan.run.folder import RunFolder, read_json, read_lines
-from dpspan.run.parts import make_parts, sampling
+from dpspan.run.parts import make_parts, public_count, sampling
 from dpspan.run.record import steps_beyond
 from dpspan.run.scalars import Scalars
 from dpspan.sampling import PrivateLoader
@@ -123,9 +124,12 @@ class _Run:
         self._criterion = nn.CrossEntropyLoss()
         self._unprivate = _Unprivate() if config.output.unprivate_metrics else None
         self._scalars = Scalars(folder.path) if config.output.tensorboard else None
+        for sentence in weaknesses(
+            None, config.budget.delta, public_count(config, self._parts.private)
+        ):
+            self._ledger.warn(sentence)
         self._engine = PrivacyEngine(ledger=self._ledger)
         self._model, self._optimizer, self._loader = self._make_private()
-        self._started = time.monotonic()
         self._line: dict[str, Any] | None = None
         self._notes = 0  # of the engine's diagnostics, written
         if self._saved is not None:
@@ -211,7 +215,6 @@ class _Run:
                 f"{lost} steps were charged that the model was not trained by: the process ended "
                 "while they were being written"
             )
-        self._started -= state["seconds"]
         self._line = state["line"]
         for path in (folder.metrics, folder.diagnostics):
             if path.exists():
@@ -302,7 +305,6 @@ class _Run:
             checkpoint_dict={
                 "config": self._config.fixed(),
                 "noise_multiplier": engine.noise_multiplier,
-                "seconds": self._seconds(),
                 "line": self._line,
                 "features": self._features,
             },
@@ -317,12 +319,12 @@ class _Run:
         engine.write_certificate(folder.certificate, self._config.budget.delta)
 
     def _epoch_line(self) -> dict[str, Any]:
+        """No time: how long steps took depends on how many records were drawn."""
         line: dict[str, Any] = {
             "step": self._step,
             "epoch": self._loader.epoch,
             "epsilon": self._meter.now(),
             "delta": self._config.budget.delta,
-            "seconds": round(self._seconds(), 3),
         }
         public = self._config.data.test_is_public
         if self._parts.test is not None and (public or self._unprivate is not None):
@@ -333,9 +335,6 @@ class _Run:
             line |= self._unprivate.means()
         strict: dict[str, Any] = plain(line)
         return strict
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started
 
     def _spent(self) -> float:
         return self._engine.get_epsilon(self._config.budget.delta)
