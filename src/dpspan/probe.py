@@ -25,6 +25,7 @@ from dpspan.capture import Capture
 from dpspan.criterion import splits
 from dpspan.errors import UnsupportedModule
 from dpspan.gradients import PerSampleGradients
+from dpspan.numerics import Arithmetic, exact
 from dpspan.untouched import RandomNumbers, fresh_seed, plain_tensors, shuffled, untouched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -357,7 +358,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def parameter_norms(gradients: PerSampleGradients) -> Tensor:
     """Of each parameter's gradients, (n, parameters): a small one must not be lost among others."""
-    return torch.stack([gradients.select([name]).norms() for name in gradients.shapes], dim=1)
+    arithmetic, zero = Arithmetic.of(gradients.like), gradients.like.new_zeros(gradients.samples)
+    with exact():
+        squares = [
+            gradients.terms[name].squared_norms(arithmetic).value.double()
+            if name in gradients.terms
+            else zero.double()
+            for name in gradients.shapes
+        ]
+    return torch.stack(squares, dim=1).sqrt()
 
 
 def differ(x: Tensor, y: Tensor) -> bool:
