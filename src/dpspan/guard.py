@@ -210,7 +210,7 @@ class Guard:
         self._shapes = sizes
 
     def _probe(self, call: Call, *, thorough: bool) -> None:
-        self._probing = True
+        self._probing, before = True, self._tensor_versions()
         try:
             self._harmless |= probe(
                 self._capture,
@@ -227,8 +227,10 @@ class Guard:
                 self._warn(f"the model could not be checked to keep samples apart: {error}")
                 self._probed_modes.add(self._module.training)
         finally:
-            self._probing = False
-            self._versions = self._tensor_versions()
+            # What the rehearsals have written and put back is as it was, for all but its version.
+            self._probing, after = False, self._tensor_versions()
+            self._versions = _carried_over(self._versions, before, after)
+            self._settled_versions = _carried_over(self._settled_versions, before, after)
 
     def _look_at_outputs(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         """Hear of the backward pass of what the loop makes of them."""
@@ -388,6 +390,13 @@ def _differing(before: Versions, now: Versions) -> list[str]:
         or before[name][0] is not now[name][0]
         or before[name][1] != now[name][1]
     ]
+
+
+def _carried_over(known: Versions, before: Versions, after: Versions) -> Versions:
+    """`known` as it would be now, but for what had changed before."""
+    changed = set(_differing(known, before))
+    kept = {name: version for name, version in known.items() if name in changed}
+    return kept | {name: version for name, version in after.items() if name not in changed}
 
 
 def _version(x: Tensor) -> int:

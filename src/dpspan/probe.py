@@ -31,7 +31,7 @@ from dpspan.untouched import RandomNumbers, fresh_seed, plain_tensors, shuffled,
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Comparisons of a new model and of one that has passed; more where they are left to chance.
-_FIRST, _FIRST_IF_RANDOM, _LATER, _LATER_IF_RANDOM = 5, 10, 1, 2
+_FIRST, _FIRST_IF_RANDOM, _LATER, _LATER_IF_RANDOM = 5, 6, 1, 2
 _MOST = 12  # while no gradient is finite
 
 
