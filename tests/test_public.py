@@ -280,8 +280,8 @@ def test_a_private_loader_is_refused() -> None:
         (X.numpy(), "public data from a ndarray: give a map-style torch Dataset"),
         ("public.csv", "public data from a str"),
         (None, "public data from a NoneType"),
-        (["a", "b"], "hold tensors with the samples in the first dimension, got 'a'"),
-        ({"text": ["a", "b"]}, "samples in the first dimension, got 'a'.*collate_fn"),
+        (["a", "b"], "hold tensors with the samples in the first dimension, got a str"),
+        ({"text": ["a", "b"]}, "samples in the first dimension, got a str.*collate_fn"),
         (torch.tensor(1.0), "got a tensor without dimensions"),
     ],
 )

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from dpspan.accounting import pld_interval
+from dpspan.checks import shown
 from dpspan.events import event_to_json
 from dpspan.files import replacing
 from dpspan.ledger import Ledger
+from dpspan.promises import check_promised_delta, weaknesses
 
 FORMAT = "dpspan.certificate"
 VERSION = 1
@@ -49,6 +51,8 @@ def certificate(
         (True, 100, 'add or remove one record')
     """
     spending = ledger.spending(delta)  # first: it may add a warning
+    check_promised_delta("delta", spending.delta)
+    weak = weaknesses(spending.epsilon, spending.delta)
     budget = ledger.budget
     fallback = spending.accountant != ledger.accountant
     interval = None
@@ -63,6 +67,7 @@ def certificate(
         "epsilon": spending.epsilon,
         "delta": spending.delta,
         "adjacency": adjacency,
+        "discloses_number_of_records": ledger.discloses_records,
         "budget": None if budget is None else asdict(budget),
         "accountant": {
             "chosen": ledger.accountant,
@@ -80,7 +85,7 @@ def certificate(
             {"name": r.name, "count": r.count, "sha256": r.digest, "detail": r.detail}
             for r in ledger.public
         ],
-        "warnings": list(ledger.warnings),
+        "warnings": list(dict.fromkeys([*ledger.warnings, *weak])),
         "versions": _versions(),
     }
     return {key: _plain(key, value) for key, value in document.items()}
@@ -157,5 +162,5 @@ def _plain(where: str, value: Any) -> Any:
         return number if math.isfinite(number) else "infinity" if number > 0 else "-infinity"
     raise ValueError(
         f"Cannot put {where} into the certificate: expected text, numbers, lists and mappings, "
-        f"got {value!r} of type {type(value).__name__}."
+        f"got {shown(value)}."
     )

@@ -15,6 +15,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from dpspan.accounting import Budget, calibrate_event
 from dpspan.capture import captures_on
@@ -26,12 +27,14 @@ from dpspan.criterion import check_criterion
 from dpspan.encoded import encodings
 from dpspan.errors import CaptureError
 from dpspan.events import step_event
-from dpspan.ledger import Ledger
+from dpspan.ledger import RECORDS_TOLD, Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
 from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
 from dpspan.private_step import PrivateStep, check_device, check_optimizer
+from dpspan.processes import refuse_several_processes, refuse_wrappers, watch_for_wrappers
+from dpspan.promises import warn_of_weaknesses, weaknesses
 from dpspan.public import PublicData
 from dpspan.sampling import (
     Draw,
@@ -48,6 +51,12 @@ from dpspan.validation import validate
 _logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_RECORDS_TOLD = (
+    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
+    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
+    "configuration)"
+)
 
 
 class PrivacyEngine:
@@ -143,7 +152,8 @@ class PrivacyEngine:
             loss_reduction: 'mean' or 'sum', how the loss you call backward() on treats the batch.
             poisson_sampling: False assigns each record to one batch per epoch instead; an epoch
                 then costs one Gaussian without amplification by sampling.
-            sample_rate: q, if not batch size / dataset size; a public constant.
+            sample_rate: q, a public constant. Without it q is batch size / dataset size, which
+                tells the number of records, and the certificate says so.
             expected_batch_size: L, if not the loader's batch size; a public constant.
             max_physical_batch_size: most samples to process at once.
             views: the model sees this many rows for each record, one after the other (augmented
@@ -174,6 +184,8 @@ class PrivacyEngine:
                 "This engine already trains a model. Make another one with ledger=engine.ledger, "
                 "so that both spend from the same budget."
             )
+        refuse_several_processes()
+        refuse_wrappers(module)
         _check_noise(noise_multiplier, non_private)
         check_count("views", views)
         draw = _draw(data_loader, poisson_sampling, sample_rate)
@@ -182,9 +194,11 @@ class PrivacyEngine:
         validate(module)
         check_device(module)
         check_optimizer(optimizer, module)
-        lot_size = float(min(data_loader.batch_size or 0, draw.records))
+        lot_size = float(data_loader.batch_size or 0)
         if expected_batch_size is not None:
             lot_size = float(expected_batch_size)
+        elif sample_rate is None:  # both from the data, and the certificate says so
+            lot_size = min(lot_size, float(draw.records))
         if not 0 < lot_size < math.inf:
             raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
         if captures_on(module) or _is_private(optimizer):
@@ -246,10 +260,15 @@ class PrivacyEngine:
             charge=charge,
             warn=self._warn,
         )
-        loader.on_piece = lambda piece: step.on_piece(
-            piece, new_epoch=piece.first and loader.position == 0
-        )
+
+        def on_piece(piece: Piece) -> None:
+            refuse_several_processes()  # torch.distributed may have been initialised since
+            step.on_piece(piece, new_epoch=piece.first and loader.position == 0)
+
+        loader.on_piece = on_piece
         loader.on_batch = step.guard.hand_over
+        if sample_rate is None:
+            self.ledger.warn(_RECORDS_TOLD)
         if isinstance(draw, PartitionDraw):
             self.ledger.warn(
                 "batches were a partition of the data, not Poisson samples: each epoch is "
@@ -267,7 +286,8 @@ class PrivacyEngine:
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
-        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step)
+        watcher = watch_for_wrappers(module)
+        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step, watcher)
         _logger.info("dpspan: %s", description)
         return module, optimizer, loader
 
@@ -321,6 +341,8 @@ class PrivacyEngine:
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
         draw = _draw(data_loader, poisson_sampling, sample_rate)
+        told = draw.records if sample_rate is None else None  # else their number is no one's
+        warn_of_weaknesses(target_epsilon, target_delta, told)
         events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
         noise_multiplier = calibrate_event(
             lambda z: _event(draw, z), events, budget, spent=self.ledger
@@ -347,6 +369,8 @@ class PrivacyEngine:
             warm_start=warm_start,
         )
         self.ledger.budget = budget
+        for sentence in weaknesses(None, target_delta, told):
+            self.ledger.warn(sentence)
         self.ledger.reserve(_event(draw, noise_multiplier), events)
         return result
 
@@ -516,6 +540,7 @@ class _Run:
         loader: PrivateLoader,
         mechanism: Mechanism,
         step: PrivateStep,
+        watcher: RemovableHandle,
     ) -> None:
         self.noise_multiplier = noise_multiplier
         self.description = description
@@ -524,6 +549,7 @@ class _Run:
         self.guard = step.guard
         self._module = module
         self._step = step
+        self._watcher = watcher
         self._digest: str | None = None
 
     def weights_digest(self) -> str:
@@ -537,6 +563,7 @@ class _Run:
                 self.guard.review()
         self._step.remove()
         self.loader.on_piece = _refuse
+        self._watcher.remove()
 
 
 def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:

@@ -24,6 +24,7 @@ from dpspan.checks import check_count, check_delta, expect
 from dpspan.errors import BudgetExceeded
 from dpspan.events import event_from_json, event_to_json
 
+RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
 _STATE_VERSION = 2
 _COPIED = (
     "A ledger cannot be copied or sent to another process: what is charged to the copy would be "
@@ -101,6 +102,11 @@ class Ledger:
     def warnings(self) -> tuple[str, ...]:
         """What the certificate has to mention."""
         return tuple(self._warnings)
+
+    @property
+    def discloses_records(self) -> bool:
+        """Whether something here was derived from the number of records, and tells it."""
+        return any(warning.startswith(RECORDS_TOLD) for warning in self._warnings)
 
     @property
     def invalid(self) -> tuple[str, ...]:

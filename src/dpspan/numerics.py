@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,7 +179,10 @@ def ieee(like: Tensor) -> Iterator[None]:
         yield
         return
     # Before torch 2.9 there is the overall setting only.
-    backends = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    backends: tuple[Any, ...] = (
+        torch.backends.cuda.matmul,
+        getattr(torch.backends.mkldnn, "matmul", None),
+    )
     named = [backend for backend in backends if hasattr(backend, "fp32_precision")]
     before = [backend.fp32_precision for backend in named]
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dpspan.checks import check_count, expect
+from dpspan.checks import check_count, expect, shown
 from dpspan.errors import DPSpanError
 from dpspan.gradients import PerSampleGradients
 from dpspan.per_sample import per_sample_gradients
@@ -120,7 +120,7 @@ def labels_of(value: str | Labels) -> Labels:
     if not isinstance(value, Labels):
         raise ValueError(
             "Expected public_labels to be 'random', 'redrawn', 'real', RandomLabels(redraw=…, "
-            f"seed=…) or RealLabels(), got {value!r}."
+            f"seed=…) or RealLabels(), got {shown(value)}."
         )
     return value
 
@@ -130,7 +130,7 @@ Draw = Callable[[np.random.Generator, int, Tensor], Tensor]
 
 def _classes(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
     shape = tuple(outputs.shape)
-    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", shape)
+    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", f"shape {shape}")
     return torch.from_numpy(generator.integers(shape[1], size=(count, *shape[2:])))
 
 

@@ -40,6 +40,7 @@ from dpspan.choose.subspaces import (
 from dpspan.events import pure_event
 from dpspan.ledger import Ledger
 from dpspan.overlap import refuse_overlap
+from dpspan.processes import refuse_several_processes
 from dpspan.public import PublicData
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
@@ -123,6 +124,7 @@ def choose_public(
         >>> ledger.epsilon(delta=1e-5) <= 0.1
         True
     """
+    refuse_several_processes()
     epsilon, sample_rate = _checked(epsilon, sample_rate)
     check_count("piece", piece)
     if threshold is not None:

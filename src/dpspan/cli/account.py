@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpspan.checks import check_count, check_delta, expect
+from dpspan.checks import check_count, expect
 from dpspan.cli.app import Json, Quiet, app, out, print_json
+from dpspan.promises import check_promised_delta, warn_of_weaknesses
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +42,7 @@ def account_command(
 
     An option given several times makes a table over all combinations.
     """
-    check_delta("--delta", delta)
+    check_promised_delta("--delta", delta)
     rates = _rates(records, batch_size, sample_rate)
     given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
     missing = [name for name, values in given.items() if not values]
@@ -59,6 +60,7 @@ def account_command(
         solve(q, first, second, delta, accountant)
         for q, first, second in itertools.product(rates, *known)
     ]
+    warn_of_weaknesses(max(row.epsilon for row in rows), delta, records)
     if as_json:
         print_json({"adjacency": "add or remove one record", "rows": [asdict(r) for r in rows]})
     else:

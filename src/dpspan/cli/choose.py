@@ -26,7 +26,8 @@ def choose_command(
 ) -> None:
     """Choose among the public data of CONFIG, privately, as its `choose` section says.
 
-    The choice is kept in the output folder, and the run that trains there pays for it.
+    The choice is kept in the output folder, and the run that trains there pays for it. That a table
+    was looked at instead is kept there too: the certificate and the report will say so.
     """
     from dpspan.config import load_config
 
@@ -60,11 +61,16 @@ def _rank(settings: Config, rank: int, as_json: bool) -> None:
     from torch import nn
 
     from dpspan.choose import rank_public
+    from dpspan.choose.ranking import LOOKED_AT
+    from dpspan.run.folder import RunFolder
     from dpspan.run.parts import make_parts
 
-    parts = make_parts(settings)
-    if not parts.public:
+    if not settings.data.public:
         raise ValueError("There is nothing to rank: name datasets under data.public.")
+    parts = make_parts(settings)
+    folder = RunFolder(settings.output.folder)
+    with folder.locked():
+        folder.warn(LOOKED_AT)  # on record before anybody sees the table
     ranking = rank_public(
         parts.model,
         nn.CrossEntropyLoss(),

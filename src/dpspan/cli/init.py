@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dpspan.checks import near
 from dpspan.cli.app import Json, Quiet, app, check_exists, print_json, say
 
 _Fields = dict[str, Any]
@@ -107,41 +108,67 @@ def _source(path: Path, label: str | None, part: str) -> _Fields:
 def _npz(path: Path, label: str | None, part: str) -> _Fields:
     import numpy as np
 
+    from dpspan.data.source import unreadable
+
     try:
         with np.load(path, allow_pickle=False) as file:
             names = list(file.files)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a readable npz file: {error}.") from error
+    except Exception as error:  # of zip files, of numpy's own, or a file of another kind
+        raise unreadable(path, "npz file", error) from None
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
     labels = label or next((n for n in (f"y_{part}", "y", "labels", "y_train") if n in names), None)
     if inputs is None or labels not in names:
         raise ValueError(
-            f"Cannot tell which arrays of {path} are inputs and labels: it has {', '.join(names)}. "
-            "Name the inputs x, and pass --label."
+            f"Cannot tell which of the {len(names)} arrays of {path} are inputs and labels. Name "
+            "the inputs x, and pass --label."
         )
     return {"format": "npz", "path": str(path), "inputs": inputs, "labels": labels}
 
 
 def _csv(path: Path, label: str | None, part: str) -> _Fields:
-    from dpspan.data.tables import unreadable_csv
+    from dpspan.data.source import unreadable
 
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names = next(csv.reader(file), [])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable_csv(path, error) from error
+        raise unreadable(path, "CSV file", error) from None
+    if len(set(names)) < len(names) or any(_is_measured(name) for name in names):
+        raise ValueError(
+            f"The first line of {path} looks like a record: it holds broken numbers, or one value "
+            "twice. Put a line with the names of the columns on top, each of its own."
+        )
     return _table("csv", path, names, label)
+
+
+def _is_measured(text: str) -> bool:
+    """Whether it is a number with decimals; columns may well be called 0, 1, 2."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not text.strip().isdecimal()
 
 
 def _parquet(path: Path, label: str | None, part: str) -> _Fields:
     from pyarrow import parquet
 
-    return _table("parquet", path, parquet.read_schema(path).names, label)
+    from dpspan.data.source import unreadable
+
+    try:
+        names = parquet.read_schema(path).names
+    except Exception as error:
+        raise unreadable(path, "Parquet file", error) from None
+    return _table("parquet", path, names, label)
 
 
 def _table(kind: str, path: Path, names: list[str], label: str | None) -> _Fields:
-    if len(names) < 2 or (label is not None and label not in names):
-        raise ValueError(f"Expected --label to be a column of {path}: {', '.join(names)}.")
+    if len(names) < 2:
+        raise ValueError(f"Expected at least 2 columns in {path}, got {len(names)}.")
+    if label is not None and label not in names:
+        raise ValueError(
+            f"Expected --label to be one of the {len(names)} columns of {path}{near(label, names)}."
+        )
     chosen = names[-1] if label is None else label
     inputs = [name for name in names if name != chosen]
     return {"format": kind, "path": str(path), "inputs": inputs, "label": chosen}
@@ -156,8 +183,11 @@ def _datasets(path: Path, label: str | None, part: str) -> _Fields:
     fields: _Fields = {"format": "datasets", "path": str(path), "label": label or "label"}
     listing = path / "dataset_dict.json"
     if listing.exists():
-        splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
-        fields["split"] = part if part in splits else splits[0]
+        try:
+            splits = json.loads(listing.read_bytes())["splits"]
+            fields["split"] = part if part in splits else splits[0]
+        except (ValueError, TypeError, LookupError):
+            raise ValueError(f"{listing} does not list the splits of a dataset.") from None
     return fields
 
 

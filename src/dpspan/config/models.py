@@ -185,11 +185,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
             safetensors.torch.load_model(model, path)  # knows about tied weights
             return
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(
-            f"{path} holds no weights that can be read safely: {error}. Save "
-            "model.state_dict() as safetensors."
-        ) from error
+    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
+            "safetensors."
+        ) from None
     if not isinstance(loaded, dict):
         raise ValueError(f"Expected a state_dict in {path}, got a {type(loaded).__name__}.")
     model.load_state_dict(loaded)

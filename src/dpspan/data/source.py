@@ -70,8 +70,8 @@ class Source(Section):
 def load(source: Source, *, classes: Classes) -> Loaded:
     """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
 
-    The number of classes is given, not counted: which labels occur is private. Errors name the
-    first bad sample, so of private data they are for the operator's eyes only.
+    The number of classes is given, not counted: which labels occur is private. Errors show no value
+    of the file. They say which sample is the first bad one, and are for the operator's eyes only.
     """
     from torch.utils.data import TensorDataset
 
@@ -107,6 +107,14 @@ def load(source: Source, *, classes: Classes) -> Loaded:
         labelled=raw.labels is not None,
         raw=prints,
     )
+
+
+def unreadable(path: Path, kind: str, error: Exception) -> ValueError:
+    """What to say of a file that cannot be read: not the reader's own words, which may quote it."""
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    if isinstance(error, UnicodeDecodeError):
+        reason = "its text is not in UTF-8. Save it in that encoding"
+    return ValueError(f"{path} is not a readable {kind}: {reason}.")
 
 
 def _tokens(source: Source, raw: Raw) -> Tensor:
@@ -180,8 +188,8 @@ def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
     wrong = np.flatnonzero((labels < 0) | (labels >= count))
     if len(wrong):
         raise ValueError(
-            f"Expected labels from 0 to {count - 1} in {path}, got {labels[wrong[0]]} at sample "
-            f"{wrong[0]}. Correct `classes`, or renumber the labels."
+            f"Expected labels from 0 to {count - 1} in {path}, got another at sample {wrong[0]}. "
+            "Correct `classes`, or renumber the labels."
         )
     return torch.from_numpy(labels.astype(np.int64))
 
@@ -193,7 +201,7 @@ def _numbered(path: Path, labels: Array, classes: Classes) -> Array:
         for sample, text in enumerate(texts):
             if not text.strip().isdecimal():
                 raise ValueError(
-                    f"Expected labels from 0 to {classes - 1} in {path}, got {text!r} at sample "
+                    f"Expected labels from 0 to {classes - 1} in {path}, got another at sample "
                     f"{sample}. List the names of the classes in `classes`."
                 )
         return np.array([int(text) for text in texts])
@@ -201,7 +209,7 @@ def _numbered(path: Path, labels: Array, classes: Classes) -> Array:
     for sample, text in enumerate(texts):
         if text not in numbers:
             raise ValueError(
-                f"Expected labels out of {list(classes)} in {path}, got {text!r} at sample "
+                f"Expected labels out of {list(classes)} in {path}, got another at sample "
                 f"{sample}. Add it to `classes`, or correct the label."
             )
     return np.array([numbers[text] for text in texts])

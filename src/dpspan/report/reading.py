@@ -162,20 +162,20 @@ def _order(comparison: dict[str, Any] | None) -> dict[str, int]:
 
 
 def _json(path: Path) -> Any:
-    return _parsed(path, path.read_text(encoding="utf-8"))
+    return _parsed(path, path.read_bytes())
 
 
 def _lines(path: Path) -> list[Any]:
     """Lines of JSON, without a last one that a killed run left unfinished."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     parsed = [_parsed(path, line) for line in lines[:-1]]
     with contextlib.suppress(ValueError):
         parsed += [_parsed(path, line) for line in lines[-1:]]
     return parsed
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parsed(path: Path, text: bytes) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"Cannot read {path}: it is no valid JSON ({error}).") from error
+    except ValueError:
+        raise ValueError(f"Cannot read {path}: it is no valid JSON.") from None
