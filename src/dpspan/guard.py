@@ -87,7 +87,8 @@ class Guard:
 
     def expect(self, samples: int, *, new_epoch: bool) -> None:
         """A batch of so many samples is about to be handed over."""
-        self._check_weights()
+        self._versions = self._tensor_versions()
+        self._check_weights(self._versions)
         if new_epoch:
             self._check_use()
             self._handed = self._used = 0
@@ -95,7 +96,6 @@ class Guard:
         self._samples = samples
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
-        self._versions = self._tensor_versions()
         self._contents = None
         if self._due or fresh_seed() % _RARELY == 0:
             self._contents = self._fingerprints()
@@ -133,7 +133,11 @@ class Guard:
 
     def stepped(self) -> None:
         """The optimizer has moved the weights."""
-        self._stepped = self._weight_versions()
+        self._stepped = {
+            name: (x, _version(x))
+            for name, (x, _) in self._versions.items()
+            if isinstance(x, nn.Parameter)
+        }
         self._stepped_contents = self._fingerprints() if self._due else None
 
     def forget_weights(self) -> None:
@@ -143,7 +147,7 @@ class Guard:
     def review(self) -> None:
         """Before anything is saved or certified: raise if private data may be in what is kept."""
         if not self._over:
-            self._check_weights()
+            self._check_weights(self._tensor_versions())
             changed = self._written_past_autograd(self._harmless_names())
             if changed and self._refused is None:
                 self._refused = _changed(changed[0])
@@ -206,7 +210,7 @@ class Guard:
         self._shapes = sizes
 
     def _probe(self, call: Call, *, thorough: bool) -> None:
-        self._probing = True
+        self._probing, before = True, self._tensor_versions()
         try:
             self._harmless |= probe(
                 self._capture,
@@ -223,8 +227,10 @@ class Guard:
                 self._warn(f"the model could not be checked to keep samples apart: {error}")
                 self._probed_modes.add(self._module.training)
         finally:
-            self._probing = False
-            self._versions = self._tensor_versions()
+            # What the rehearsals have written and put back is as it was, for all but its version.
+            self._probing, after = False, self._tensor_versions()
+            self._versions = _carried_over(self._versions, before, after)
+            self._settled_versions = _carried_over(self._settled_versions, before, after)
 
     def _look_at_outputs(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         """Hear of the backward pass of what the loop makes of them."""
@@ -274,18 +280,18 @@ class Guard:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _check_weights(self) -> None:
+    def _check_weights(self, now: Versions) -> None:
         """Between two steps only the optimizer moves the weights."""
         if self._stepped is None:
             return
-        now = self._weight_versions()
-        changed = _differing(self._stepped, now)
+        weights = {name: now[name] for name in self._stepped if name in now}
+        changed = _differing(self._stepped, weights)
         if not changed and self._stepped_contents is not None:
             contents, before = self._fingerprints(), self._stepped_contents
-            changed = [n for n in now if contents[n] != before[n]]
+            changed = [name for name in weights if contents[name] != before[name]]
         self._stepped_contents = None
         if changed:
-            self._stepped = now
+            self._stepped = weights
             self._warn(
                 f"weights were changed between private steps, other than by the optimizer "
                 f"('{changed[0]}' first): the guarantee covers what was put there only if it is "
@@ -327,9 +333,6 @@ class Guard:
 
     def _tensor_versions(self) -> Versions:
         return {name: (x, _version(x)) for name, x in self._tensors().items()}
-
-    def _weight_versions(self) -> Versions:
-        return {name: (p, _version(p)) for name, p in self._module.named_parameters()}
 
     def _fingerprints(self, *, constant: bool = False) -> dict[str, list[float]]:
         """Two numbers a tensor: they see changes through `.data`, which leave the version as it is.
@@ -387,6 +390,13 @@ def _differing(before: Versions, now: Versions) -> list[str]:
         or before[name][0] is not now[name][0]
         or before[name][1] != now[name][1]
     ]
+
+
+def _carried_over(known: Versions, before: Versions, after: Versions) -> Versions:
+    """`known` as it would be now, but for what had changed before."""
+    changed = set(_differing(known, before))
+    kept = {name: version for name, version in known.items() if name in changed}
+    return kept | {name: version for name, version in after.items() if name not in changed}
 
 
 def _version(x: Tensor) -> int:

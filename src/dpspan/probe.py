@@ -26,6 +26,7 @@ from dpspan.capture import Capture
 from dpspan.criterion import splits
 from dpspan.errors import UnsupportedModule
 from dpspan.gradients import PerSampleGradients
+from dpspan.numerics import Arithmetic, exact
 from dpspan.untouched import (
     RandomNumbers,
     fresh_seed,
@@ -38,7 +39,7 @@ from dpspan.untouched import (
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Comparisons of a new model and of one that has passed; more where they are left to chance.
-_FIRST, _FIRST_IF_RANDOM, _LATER, _LATER_IF_RANDOM = 5, 10, 1, 2
+_FIRST, _FIRST_IF_RANDOM, _LATER, _LATER_IF_RANDOM = 5, 6, 1, 2
 _MOST = 12  # while no gradient is finite
 
 
@@ -373,7 +374,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def parameter_norms(gradients: PerSampleGradients) -> Tensor:
     """Of each parameter's gradients, (n, parameters): a small one must not be lost among others."""
-    return torch.stack([gradients.select([name]).norms() for name in gradients.shapes], dim=1)
+    arithmetic, zero = Arithmetic.of(gradients.like), gradients.like.new_zeros(gradients.samples)
+    with exact():
+        squares = [
+            gradients.terms[name].squared_norms(arithmetic).value.double()
+            if name in gradients.terms
+            else zero.double()
+            for name in gradients.shapes
+        ]
+    return torch.stack(squares, dim=1).sqrt()
 
 
 def differ(x: Tensor, y: Tensor) -> bool:
