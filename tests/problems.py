@@ -123,7 +123,7 @@ class Recurrent(nn.Module):
         lengths = 1 + (97 * x[:, 0, 0].abs()).long() % steps  # a sample's own, in no order
         rows: Any = self.before(x)
         if self.packed:
-            rows = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+            rows = pack_padded_sequence(rows, lengths.cpu(), batch_first=True, enforce_sorted=False)
         elif not self.rnn.batch_first:
             rows = rows.transpose(0, 1)
         output, states = self.rnn(rows)

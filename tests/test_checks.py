@@ -838,12 +838,12 @@ def test_copies_do_not_train_on_the_private_loader() -> None:
     F.cross_entropy(twin(x), y).backward()  # on other data, between steps
 
 
-def test_batches_without_a_private_step_are_put_on_record() -> None:
+def test_an_epoch_without_a_private_step_is_put_on_record() -> None:
     engine, *_, loader = setup()
     other = nn.Linear(6, 2)
-    with pytest.warns(UserWarning, match="no private step followed"):
-        train(other, torch.optim.SGD(other.parameters(), lr=0.1), loader)
-    assert any("no private step followed" in warning for warning in told(engine))
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), loader)
+    with pytest.warns(UserWarning, match="without one private step"):
+        assert any("without one private step" in warning for warning in told(engine))
 
 
 def load(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpspan.capture import Hook
-from dpspan.untouched import fresh_seed, plain_tensors, shuffled, untouched
+from dpspan.untouched import fresh_seed, plain_tensors, positions, shuffled, untouched
 
 _ROUNDS = 3
 
@@ -166,7 +166,7 @@ class _Parts:
         return splits(together, one, other, (cut, len(chosen) - cut), mean=mean)
 
     def repeatable(self) -> bool:
-        everybody, seed = torch.arange(self._count), fresh_seed()
+        everybody, seed = positions(self._count), fresh_seed()
         first, second = self._loss(everybody, seed), self._loss(everybody, seed)
         return first is not None and second is not None and _same(first, second)
 
@@ -196,7 +196,7 @@ class _Parts:
             return self._run(chosen)
 
     def _run(self, chosen: Tensor) -> Tensor | None:
-        rows = (chosen[:, None] * self._block + torch.arange(self._block)).flatten()
+        rows = (chosen[:, None] * self._block + positions(self._block)).flatten()
 
         def pick(leaf: Any) -> Any:
             whole = not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != self._entries

@@ -396,6 +396,7 @@ class PrivacyEngine:
         `dpspan.certificate.weights_sha256`.
         """
         run = self._running()
+        run.guard.warn_of_unknowns()
         try:
             run.guard.review()
         except CaptureError as error:

@@ -47,6 +47,7 @@ class Guard:
         self._warn = warn
         self._samples = 0
         self._batches = 0  # with samples that could be mixed
+        self._handed = self._used = 0  # batches of this epoch, and those that a step followed
         self._due = False
         self._refused: str | None = None  # what a batch has changed stays changed
         self._probed_modes: set[bool] = set()  # training and evaluation can differ
@@ -84,9 +85,13 @@ class Guard:
 
     # -- the life of a batch --------------------------------------------------------------------
 
-    def expect(self, samples: int) -> None:
+    def expect(self, samples: int, *, new_epoch: bool) -> None:
         """A batch of so many samples is about to be handed over."""
         self._check_weights()
+        if new_epoch:
+            self._check_use()
+            self._handed = self._used = 0
+        self._handed += 1
         self._samples = samples
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
@@ -118,6 +123,7 @@ class Guard:
             self._refused = _changed(changed[0])
         if self._refused is not None:
             raise CaptureError(self._refused)
+        self._used += 1
         self._taken |= self._samples > 1
         if self._samples > 1 and not self._probed_modes:
             self._warn(
@@ -135,15 +141,18 @@ class Guard:
         self._stepped = None
 
     def review(self) -> None:
-        """Before anything is saved or certified: what is wrong raises, what is unknown warns."""
-        if self._over and self._refused is None:
-            return
-        self._check_weights()
-        changed = self._written_past_autograd(self._harmless_names())
-        if self._refused is None and changed:
-            self._refused = _changed(changed[0])
+        """Before anything is saved or certified: raise if private data may be in what is kept."""
+        if not self._over:
+            self._check_weights()
+            changed = self._written_past_autograd(self._harmless_names())
+            if changed and self._refused is None:
+                self._refused = _changed(changed[0])
         if self._refused is not None:
             raise CaptureError(self._refused)
+
+    def warn_of_unknowns(self) -> None:
+        """What could never be checked belongs on the certificate."""
+        self._check_use()
         if self._taken and not self._order_known:
             self._warn(
                 f"views={self._views}: it could not be checked that the rows of a record come one "
@@ -281,6 +290,14 @@ class Guard:
                 f"weights were changed between private steps, other than by the optimizer "
                 f"('{changed[0]}' first): the guarantee covers what was put there only if it is "
                 "public or made of what private steps released"
+            )
+
+    def _check_use(self) -> None:
+        """Who takes batch after batch and no step does something else with them."""
+        if self._handed > 1 and not self._used:
+            self._warn(
+                "batches were taken from the private loader for a whole epoch without one private "
+                "step: whatever else was made of them is not private"
             )
 
     def _written_past_autograd(self, harmless: set[str]) -> list[str]:

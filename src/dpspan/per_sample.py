@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dpspan.capture import Capture
 from dpspan.errors import UnsupportedModule
 from dpspan.gradients import PerSampleGradients
-from dpspan.probe import companies, differ, parameter_norms
+from dpspan.probe import companies, differ, neighbours, parameter_norms
 from dpspan.untouched import RandomNumbers, untouched
 
 
@@ -64,18 +65,27 @@ def per_sample_gradients(
     start = RandomNumbers.of(model)
     result = gradients(*batch)
 
-    def norms(batch: tuple[Any, ...]) -> Tensor:
+    def norms(*batch: Any) -> Tensor:
         with untouched(model, start):
             return parameter_norms(gradients(*batch))
 
-    kept, _, company = companies(samples, wide=True)
-    elsewhere = tree_map_only(Tensor, lambda x: x[company.to(x.device)] if x.dim() else x, batch)
     here = parameter_norms(result)
-    if differ(here[kept], norms(elsewhere)[kept]) and not differ(here, norms(batch)):
-        raise UnsupportedModule(
-            f"The gradient of a sample of {type(model).__name__} depends on the other samples of "
-            "the batch: a layer, or the loss, mixes them, or does not have the batch in the first "
-            "dimension of its input. Build layers with batch_first=True, and give inputs that all "
-            "samples share a first dimension of 1."
-        )
+    for kept, _, company in (companies(samples, wide=True), neighbours(samples)):
+        elsewhere = tree_map_only(Tensor, partial(_rows, rows=company), batch)
+        try:
+            there = norms(*elsewhere)
+        except (RuntimeError, ValueError):  # sequences that must be sorted, say: in another order
+            continue
+        if differ(here[kept], there[kept]) and not differ(here, norms(*batch)):
+            raise UnsupportedModule(
+                f"The gradient of a sample of {type(model).__name__} depends on the other samples "
+                "of the batch: a layer, or the loss, mixes them, or does not have the batch in the "
+                "first dimension of its input. Build layers with batch_first=True, and give inputs "
+                "that all samples share a first dimension of 1."
+            )
+        break
     return result
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x[rows.to(x.device)] if x.dim() else x

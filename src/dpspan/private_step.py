@@ -51,7 +51,6 @@ class PrivateStep:
         self._mean_loss = mean_loss
         self._refuse_seeds = refuse_seeds
         self._charge = charge
-        self._warn = warn
         self.guard = Guard(
             module,
             self._capture,
@@ -70,7 +69,6 @@ class PrivateStep:
     def on_piece(self, piece: Piece, *, new_epoch: bool = False) -> None:
         """A piece of a batch is about to be handed to the training loop."""
         lost = self._piece is not None and self._capture.heard
-        unused = self.samples > 0 and not lost and not new_epoch
         self._piece = None
         self._capture.disarm()
         if lost and not new_epoch:  # an epoch that was left early may leave a batch behind
@@ -79,15 +77,10 @@ class PrivateStep:
                 "gradients would be lost. Call optimizer.step() for every batch of the loader. To "
                 "gather a large batch from small pieces, pass max_physical_batch_size instead."
             )
-        if unused:
-            self._warn(
-                "a batch was taken from the private loader and no private step followed: whatever "
-                "else was made of it is not private"
-            )
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = None
         self._piece = piece
-        self.guard.expect(piece.samples)
+        self.guard.expect(piece.samples, new_epoch=new_epoch)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped.
         self._capture.expect(

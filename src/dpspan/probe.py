@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     keystr,
     tree_flatten_with_path,
@@ -25,7 +26,14 @@ from dpspan.capture import Capture
 from dpspan.criterion import splits
 from dpspan.errors import UnsupportedModule
 from dpspan.gradients import PerSampleGradients
-from dpspan.untouched import RandomNumbers, fresh_seed, plain_tensors, shuffled, untouched
+from dpspan.untouched import (
+    RandomNumbers,
+    fresh_seed,
+    plain_tensors,
+    positions,
+    shuffled,
+    untouched,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -81,17 +89,27 @@ def probe(
 
 def call_paths(call: Call, rows: int) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of a call that have the batch in front, by path, and the paths of the others."""
-    leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(call)[0]]
+    flat, _ = tree_flatten_with_path(call, is_leaf=_is_packed)
+    leaves = [(keystr(path), x) for path, x in flat]
     tensors = {path: x for path, x in leaves if isinstance(x, Tensor) and x.dim()}
     batch = {path: x for path, x in tensors.items() if len(x) == rows}
     return batch, tensors.keys() - batch.keys()
 
 
+def _is_packed(x: Any) -> bool:
+    """Whether it is a packed sequence, in whose parts no sample can be exchanged."""
+    return isinstance(x, PackedSequence)
+
+
 def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
     """Compare kept samples in two companies; whether the comparison could decide anything."""
-    kept, first, second = companies(stage.samples, wide)
     seed = fresh_seed()
-    norms, others = stage.norms(first, seed), stage.norms(second, seed)
+    try:
+        kept, first, second = companies(stage.samples, wide)
+        norms, others = stage.norms(first, seed), stage.norms(second, seed)
+    except (RuntimeError, ValueError):  # sequences that must be sorted, say
+        kept, first, second = neighbours(stage.samples)
+        norms, others = stage.norms(first, seed), stage.norms(second, seed)
     if not differ(norms[kept], others[kept]):
         return bool((norms[kept] + others[kept]).isfinite().any())
     if differ(norms, stage.norms(first, seed)):
@@ -120,13 +138,20 @@ def companies(samples: int, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
     A wide company is the whole batch. A narrow one is six samples over and over: few enough that
     one huge or broken record, which could drown every difference, is rarely among them.
     """
-    position, shift = torch.arange(samples), 1 + fresh_seed() % (samples - 1)
+    position, shift = positions(samples), 1 + fresh_seed() % (samples - 1)
     kept = shuffled(samples) < max(1, samples // 2)
     if wide:
         return kept, position, torch.where(kept, position, (position + shift) % samples)
     staying, joining = (shuffled(samples)[position % 2] for _ in range(2))
     first, second = (torch.where(kept, staying, x % samples) for x in (joining, joining + shift))
     return kept, first, second
+
+
+def neighbours(samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `companies`, in an order that stays the same: who goes is replaced by who stands next."""
+    kept, position, _ = companies(samples, wide=True)
+    before = torch.where(kept, position, -1).cummax(0).values
+    return kept, position, torch.where(before < 0, before[before >= 0][0], before)
 
 
 def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
@@ -137,7 +162,7 @@ def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
     if len(stage.batch) <= len(square):
         return False
     sharing, seed = stage.sharing(square), fresh_seed()
-    places = torch.arange(stage.samples)
+    places = positions(stage.samples)
     with _evaluating(stage.model):
         norms, moved = sharing.norms(places, seed), sharing.norms(places.roll(1), seed)
     return not differ(norms.roll(1, 0), moved) and differ(norms, norms.roll(1, 0))
@@ -145,8 +170,8 @@ def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
 
 def _check_memory(stage: _Stage) -> None:
     """Refuse a model in which something of a batch, kept in an attribute, reaches later ones."""
-    everybody = torch.arange(stage.samples)
-    _, few, _ = companies(stage.samples, wide=False)
+    everybody = positions(stage.samples)
+    _, _, few = neighbours(stage.samples)
     seed = fresh_seed()
     after_itself, after_few = (stage.norms(everybody, seed, before=b) for b in (everybody, few))
     if not differ(after_itself, after_few):
@@ -194,7 +219,7 @@ class _Stage(NamedTuple):
         """Whether the model draws random numbers."""
         with untouched(self.model, fresh_seed()), torch.no_grad():
             before = RandomNumbers.of(self.model)
-            args, kwargs = self._of(torch.arange(self.samples))  # it may work in place on them
+            args, kwargs = self._of(positions(self.samples))  # it may work in place on them
             self.model(*args, **kwargs)
             return before != RandomNumbers.of(self.model)
 
@@ -209,7 +234,7 @@ class _Stage(NamedTuple):
     def harmless(self) -> set[str]:
         """Buffers that a run changes, and the blank batch in the same way."""
         before = {name: b.clone() for name, b in self.model.named_buffers()}
-        after = self._buffers_after(self._of(torch.arange(self.samples)))
+        after = self._buffers_after(self._of(positions(self.samples)))
         changed = [n for n, b in after.items() if n not in before or not torch.equal(b, before[n])]
         if not changed:
             return set()
@@ -220,7 +245,7 @@ class _Stage(NamedTuple):
     def check_scale(self) -> None:
         """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
         with untouched(self.model, fresh_seed()), torch.no_grad(), _evaluating(self.model):
-            order, part = shuffled(self.samples), max(1, self.samples // 3)
+            order, part = positions(self.samples), max(1, self.samples // 3)
             together = self._loss(order)
             if together is None:
                 return
@@ -251,7 +276,7 @@ class _Stage(NamedTuple):
         """What the model keeps, by name where it is a tensor."""
         before = {name: (x, x._version) for name, x in plain_tensors(self.model).items()}
         with untouched(self.model, seed):
-            self._run(self._of(torch.arange(self.samples)))
+            self._run(self._of(positions(self.samples)))
             now = {name: (x, x._version) for name, x in plain_tensors(self.model).items()}
             changed = [
                 name
@@ -262,7 +287,7 @@ class _Stage(NamedTuple):
 
     def _of(self, company: Tensor) -> Call:
         """The call with these samples in place of the batch's."""
-        rows = (company[:, None] * self.views + torch.arange(self.views)).flatten()
+        rows = (company[:, None] * self.views + positions(self.views)).flatten()
 
         def pick(x: Tensor) -> Tensor:
             picked = x.detach()[rows.to(x.device)]
@@ -274,7 +299,9 @@ class _Stage(NamedTuple):
         """The call with every input that has the batch in front replaced."""
         batch = self.batch
         replaced: Call = tree_map_with_path(
-            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf, self.call
+            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf,
+            self.call,
+            is_leaf=_is_packed,
         )
         return replaced
 

@@ -21,7 +21,13 @@ def fresh_seed() -> int:
 
 def shuffled(count: int) -> Tensor:
     """0 … count − 1 in an order that takes nothing from torch's own random numbers."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(fresh_seed()))
+    generator = torch.Generator("cpu").manual_seed(fresh_seed())
+    return torch.randperm(count, generator=generator, device="cpu")
+
+
+def positions(count: int) -> Tensor:
+    """0 … count − 1, on the CPU whatever device torch makes tensors on."""
+    return torch.arange(count, device="cpu")
 
 
 def plain_tensors(module: nn.Module) -> dict[str, Tensor]:

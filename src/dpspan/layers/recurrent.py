@@ -83,7 +83,7 @@ def step_by_step(
     going: list[Tensor] | None = None  # at each step, which sequences have not ended
     if packed is not None:
         x, lengths = pad_packed_sequence(packed)  # samples in the order they had before packing
-        mask = torch.arange(len(x)).view(-1, 1, 1) < lengths.view(-1, 1)
+        mask = torch.arange(len(x), device="cpu").view(-1, 1, 1) < lengths.view(-1, 1)
         going = list(mask.to(x.device, non_blocking=True))
     else:
         x = data.transpose(0, 1) if module.batch_first else data  # (T, n, ·)
