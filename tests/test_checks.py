@@ -35,7 +35,9 @@ def loop(loss: Callable[[Any, Tensor, Tensor], Tensor], epochs: int = 1, **chang
 
 
 def told(engine: PrivacyEngine) -> list[str]:
-    return list(engine.certificate(1e-5)["warnings"])
+    """What the certificate warns of, but for the sampling rate, which these runs do not state."""
+    warnings = engine.certificate(1e-5)["warnings"]
+    return [warning for warning in warnings if "number of private records" not in warning]
 
 
 @pytest.fixture
@@ -536,7 +538,7 @@ def augmented(records: list[Any]) -> tuple[Tensor, Tensor]:
 def test_collate_fns_that_keep_records_apart_are_not(collate: Callable[..., Any]) -> None:
     for _ in range(10):
         engine, *_ = setup(data_loader=DataLoader(data(), batch_size=10, collate_fn=collate))
-        assert engine.ledger.warnings == ()
+        assert told(engine) == []
 
 
 def test_a_collate_fn_with_random_numbers_of_its_own_is_put_on_record() -> None:
