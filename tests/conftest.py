@@ -37,6 +37,8 @@ NUMERIC = {
     "test_patches",
     "test_pdpsgd",
     "test_public_gradients",
+    "test_recurrent",
+    "test_residuals",
     "test_rgp",
     "test_subspace",
     "test_subspace_engine",

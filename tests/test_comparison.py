@@ -392,7 +392,7 @@ class TestRuns:
         for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.jsonl")]:
             assert '"test_accuracy' not in path.read_text()
             assert '"value"' not in path.read_text()
-        assert "NOT PRIVATE" in _printed(comparison)
+        assert "NOT PRIVATE" in " ".join(_printed(comparison).split())
         assert f"the best of them, costs ε = {comparison.epsilon_together:.2f}" in " ".join(
             _printed(comparison).split()
         )

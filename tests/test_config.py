@@ -87,7 +87,7 @@ BAD = {
         "epochs: 2.5",
         "15: training.epochs: Expected a whole number",
     ),
-    "delta": ("1e-5", "1", "13: budget.delta: Expected a number below 1"),
+    "delta": ("1e-5", "1", "13: budget.delta: Expected a number below 0.1"),
     "infinite": (
         "epsilon: 3",
         "epsilon: .inf",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,3 +130,8 @@ def test_a_replica_on_another_device_is_noticed() -> None:
     with pytest.raises(UnsupportedModule, match="the model is wrapped in DataParallel"):
         train(replicated, optimizer, loader)
     assert engine.ledger.steps == 0
+
+
+def test_a_fit_of_a_table_loads_no_torch() -> None:
+    program = "import sys, dpspan.convex; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -47,12 +47,17 @@ def test_the_fuzz_finds_a_bound_that_is_too_short(monkeypatch: pytest.MonkeyPatc
 def test_products_are_precise_whatever_torch_is_set_to(setting: str) -> None:
     g = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(*size, generator=g) for size in ((30, 500), (500, 20), (30, 20)))
+
+    def set_to() -> tuple[str, str | None]:  # torch 2.6 has but one setting
+        backend = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+        return torch.get_float32_matmul_precision(), backend
+
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        settings = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision
+        settings = set_to()
         found = numerics.product(a, b), numerics.minus_product(c, a, b), numerics.square_product(a)
-        after = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision
+        after = set_to()
     finally:
         torch.set_float32_matmul_precision(before)
     assert settings == after

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import dpspan
 from dpspan.probe import NotComparable, probe
+from needs import extra
 from problems import PROBLEMS, make
 
 
@@ -67,7 +68,7 @@ def test_instance_norm_with_running_statistics() -> None:
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.filterwarnings("ignore")  # Opacus' own
 def test_opacus_layers_become_torchs(kind: str, layers: int, both: bool) -> None:
-    opacus = pytest.importorskip("opacus.layers")
+    opacus = extra("opacus.layers")
     torch.manual_seed(0)
     options = {"num_layers": layers, "bidirectional": both, "batch_first": True}
     if kind == "RNN":

@@ -12,9 +12,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dpspan.accounting import pld_interval
 from dpspan.checks import shown
 from dpspan.events import event_to_json
@@ -91,7 +88,7 @@ def certificate(
     return {key: _plain(key, value) for key, value in document.items()}
 
 
-def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+def weights_sha256(weights: Mapping[str, Any]) -> str:
     """SHA-256 over a state_dict: name, dtype, shape and bytes of each tensor, sorted by name.
 
     Examples:
@@ -100,9 +97,11 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
         >>> weights_sha256({"weight": torch.zeros(2)})[:8]
         '0b15b00b'
     """
+    import torch  # here: a fit of a table needs none
+
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, torch.Tensor):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(raw.numpy().tobytes())

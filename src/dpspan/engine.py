@@ -33,7 +33,7 @@ from dpspan.noise import Noise
 from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
 from dpspan.private_step import PrivateStep, check_device, check_optimizer
-from dpspan.processes import refuse_several_processes, refuse_wrappers, watch_for_wrappers
+from dpspan.processes import refuse_several_processes
 from dpspan.promises import warn_of_weaknesses, weaknesses
 from dpspan.public import PublicData
 from dpspan.sampling import (
@@ -47,6 +47,7 @@ from dpspan.sampling import (
 )
 from dpspan.transfer import WarmStart
 from dpspan.validation import validate
+from dpspan.wrappers import refuse_wrappers, watch_for_wrappers
 
 _logger = logging.getLogger(__name__)
 

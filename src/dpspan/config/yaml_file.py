@@ -62,15 +62,17 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        _refuse_duplicates(node, name)  # before `<<:` is put in
         values = {} if node is None else loader.construct_document(node)
+    except ConfigError:
+        raise
     except Exception as error:  # a tag such as !!int has errors of its own
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
         raise ConfigError(
-            f"{where}: This is not YAML, or not here: look for tabs, and for brackets and quotes "
-            "that are not closed."
+            f"{where}: This is not YAML, or not here: look for tabs, for brackets and quotes that "
+            "are not closed, and for aliases that nothing defines."
         ) from None
-    _refuse_duplicates(node, name)
     if not isinstance(values, dict):
         raise ConfigError(
             f"{name}:1: Expected keys and values, such as 'data:', got {_kind(values)}. Is this a "
