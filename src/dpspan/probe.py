@@ -315,7 +315,7 @@ class _Stage(NamedTuple):
         with self.capture.rehearsal(), torch.enable_grad():
             args, kwargs = call
             outputs = tree_leaves(self.model(*args, **kwargs))
-            generator = torch.Generator().manual_seed(0)
+            generator = torch.Generator("cpu").manual_seed(0)
             terms = []
             for x in outputs:
                 if not isinstance(x, Tensor) or not x.requires_grad:
@@ -323,7 +323,9 @@ class _Stage(NamedTuple):
                 if x.dim() == 0:
                     terms.append(self.rows * x if self.mean_loss else x)
                 elif len(x) == self.rows:
-                    weights = torch.rand(x.shape[1:], generator=generator).to(x.device)
+                    weights = torch.rand(x.shape[1:], generator=generator, device="cpu").to(
+                        x.device
+                    )
                     terms.append((x.sin() * weights).sum())
             if not terms:
                 raise NotComparable("no output of it has the batch in front and needs a gradient")
