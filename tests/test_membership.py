@@ -14,6 +14,7 @@ from scipy.stats import norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from dpspan import PrivacyEngine
 from dpspan.audit import MembershipResult, membership_inference
 from dpspan.audit.membership import balanced_rate, best_threshold, tpr_at_1_percent_fpr
 from training import data, network, setup, train, weights
@@ -413,22 +414,24 @@ def test_a_private_run_can_be_audited_at_any_time() -> None:
 def test_private_training_of_a_real_run_gives_less_away() -> None:
     """The same training, with and without privacy, of labels that can only be learnt by heart."""
     members, others = random_labels(60, 1), random_labels(60, 2)
-    rates = {}
-    for noise in (0.0, 2.0):
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    train(model, optimizer, DataLoader(members, batch_size=20), epochs=100)
+    assert membership_inference(model, members, others).auc > 0.9
+    private = []
+    for seed in range(4):
         model = mlp()
-        if noise:
-            loader = DataLoader(members, batch_size=20)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            _, model, optimizer, loader = setup(
-                module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=noise
-            )
-            train(model, optimizer, loader, epochs=30)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            train(model, optimizer, DataLoader(members, batch_size=20), epochs=100)
-        rates[noise] = membership_inference(model, members, others).auc
-    assert rates[0.0] > 0.8
-    assert rates[2.0] < 0.7
+        _, model, optimizer, loader = setup(
+            PrivacyEngine(debug_seed=seed),
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=DataLoader(members, batch_size=20),
+            noise_multiplier=8.0,  # ε = 0.7 at δ = 0.01, of which the mean rate is 0.66 at most
+        )
+        train(model, optimizer, loader, epochs=30)
+        private.append(membership_inference(model, members, others).auc)
+    # An area from 60 and 60 samples has a standard deviation of about 0.05.
+    assert sum(private) / 4 < 0.66 + 3 * 0.05 / 2
 
 
 # -- the result as data ---------------------------------------------------------------------------
