@@ -22,7 +22,7 @@ from dpspan.errors import DPSpanError
 from dpspan.gradients import PerSampleGradients
 from dpspan.per_sample import per_sample_gradients
 from dpspan.public import PublicData, move
-from dpspan.randomness import seeded
+from dpspan.randomness import left_as_found
 from dpspan.sample_losses import SampleCriterion, call, check_classes, shapes, takes_classes
 
 # One seed serves several purposes; each draws from a stream of its own.
@@ -289,7 +289,7 @@ class PublicGradients:
 
     def __call__(self, refresh: int) -> PerSampleGradients:
         """The gradients for refresh number `refresh`; leaves the model as it was."""
-        with torch.enable_grad(), _left_as_found(self._model, self._generator(refresh, _MODEL)):
+        with torch.enable_grad(), left_as_found(self._model, self._model_seed(refresh)):
             return PerSampleGradients.concatenate(
                 [self._gradients(PublicPiece(refresh, *part)) for part in self._parts(refresh)]
             )
@@ -297,7 +297,7 @@ class PublicGradients:
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
         model = self._model
-        with torch.no_grad(), _left_as_found(model, self._generator(0, _MODEL)):
+        with torch.no_grad(), left_as_found(model, self._model_seed(0)):
             device = next(model.parameters()).device
             indices, inputs, labels = next(self.data.pieces(1))
             piece = PublicPiece(0, indices, move(inputs, device), move(labels, device))
@@ -329,6 +329,9 @@ class PublicGradients:
             self._model, lambda model, _: self._losses(model, piece), piece.inputs
         )
 
+    def _model_seed(self, refresh: int) -> int:
+        return int(self._generator(refresh, _MODEL).integers(2**63))
+
     def _generator(self, refresh: int, stream: int) -> np.random.Generator:
         return _generator(self._seed, refresh, stream)
 
@@ -347,26 +350,6 @@ def _losses_by(
             "or public_loss=, a function (model, inputs[, labels]) → one loss per sample."
         )
     return _CriterionLoss(criterion, labels, data)
-
-
-@contextmanager
-def _left_as_found(model: nn.Module, generator: np.random.Generator) -> Iterator[None]:
-    """Run the model on copies of its buffers, and its dropout on random numbers of its own.
-
-    Copies, rather than contents restored: buffers are watched for changes during a private step.
-    """
-    found = [(module, dict(module._buffers)) for module in model.modules()]
-    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
-    seed = int(generator.integers(2**63))
-    try:
-        for module, buffers in found:
-            module._buffers.update({n: b if b is None else copies[b] for n, b in buffers.items()})
-        with seeded(model, seed):
-            yield
-    finally:
-        for module, buffers in found:
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 def _generator(seed: int, refresh: int, stream: int) -> np.random.Generator:

@@ -1,0 +1,53 @@
+"""Per-sample gradients of two samples as they are recorded, against plain autograd.
+
+Done once for a model of which the layers alone do not tell that recording them is exact. The loss
+is made up: the sine of every number that the model gives for a sample, each weighed differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_RELATIVE, _ABSOLUTE = 1e-2, 1e-4  # of the parameter's gradient and of the whole gradient
+_COARSE = 30  # times that where half precision is about
+
+
+def made_up_losses(output: Any, rows: int, views: int) -> Tensor | None:
+    """One loss per sample; of a model that gives nothing but a loss, that loss; or nothing."""
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    losses = [
+        (x.double().sin() * torch.linspace(-1, 2, x[0].numel()).to(x).view_as(x[0])).flatten(1)
+        for x in tensors
+        if x.dim() and len(x) == rows and x.numel()
+    ]
+    if losses:
+        return torch.cat(losses, dim=1).sum(1).view(-1, views).sum(1)
+    scalars = [x.double() for x in tensors if not x.dim()]
+    return torch.stack(scalars).sum() if scalars else None
+
+
+def plain_gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The gradient of each loss."""
+    return [
+        torch.autograd.grad(
+            loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for loss in losses.view(-1)
+    ]
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
+    """The parameters of which the gradient found is not the one expected, up to rounding."""
+    coarse = any(x.element_size() < 4 for x in expected.values())
+    coarse |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    slack = _COARSE if coarse else 1
+    whole = torch.stack([x.double().norm() for x in expected.values()]).norm()
+    for name, x in expected.items():
+        error = (found[name].double() - x.double()).norm()
+        if bool(error > slack * (_RELATIVE * x.double().norm() + _ABSOLUTE * whole)):
+            yield name
