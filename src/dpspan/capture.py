@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
@@ -30,6 +32,7 @@ from dpspan.layout import (
     FOLDED,
     ONE,
     SHARED,
+    UNCLEAR,
     Call,
     Layout,
     Seen,
@@ -76,8 +79,10 @@ class Capture:
         self._layer_handles: list[RemovableHandle] = []
         self._generic: list[nn.Module] = []
         self._anchors: dict[torch.device, Tensor] = {}
-        self.layout = Layout()  # of the call of the model that is under way
-        self._layouts: dict[Any, Layout] = {}  # by kind of call
+        self._layouts: dict[Any, Layout] = {}  # by kind of call of the model
+        self._planned: Layout | None = None  # of the last call, if that could be looked at
+        self._loose = Layout()  # of modules that are called on their own
+        self._again: Callable[[], None] = _nothing  # look at the last call again
         self._units: set[str] = set()  # modules taken as a whole for the sake of those inside
         self._attached: set[str] = set()  # those of them that are taken so already
         self._looking = False
@@ -260,83 +265,100 @@ class Capture:
         if self._looking or self.samples == 0:
             return
         tensors = named_tensors(call)
-        shapes = tuple((name, x.dim()) for name, x in tensors.items())
-        kind = self.model.training, self.samples > self._views, shapes
-        layout = self._layouts.get(kind)
+        dimensions = tuple((name, x.dim()) for name, x in tensors.items())
+        kind = self.model.training, self.samples > self._views, dimensions
+        sized = (*kind, tuple(x.shape[1:] for x in tensors.values()))
+        layout = self._layouts.get(kind) or self._layouts.get(sized)
         if layout is None or any(
             layout.place("", name, x) == 0 and len(x) != self.samples for name, x in tensors.items()
         ):
+            self._planned = layout = Layout()
             self._looking = True
             try:
-                layout = self.layout = self._layouts[kind] = Layout()
-                self._look("", forward, call)
+                self._look(layout, "", forward, call)
                 if "" not in layout.refused:
-                    self._decide(forward, call)
-            except BaseException:
-                self._layouts.pop(kind, None)
-                raise
+                    self._decide(layout, forward, call)
             finally:
                 self._looking = False
-        self.layout = layout
+            folded = any(seen.folded for seen in layout.seen.values())
+            self._layouts[sized if folded else kind] = layout
+        self._planned = None if "" in layout.refused else layout
+        self._again = partial(self._look, layout, "", forward, call)
         if self._attached != self._units:
             self._attach_all()
 
-    def _look(self, path: str, forward: Callable[..., Any], call: Call) -> None:
+    def _look(self, layout: Layout, path: str, forward: Callable[..., Any], call: Call) -> None:
         module = self.model.get_submodule(path)
         with self.inside_generic():
-            self.layout.look(module, path, forward, call, self.samples, self._views)
+            layout.look(module, path, forward, call, self.samples, self._views)
 
-    def _decide(self, forward: Callable[..., Any], call: Call) -> None:
+    def known(self) -> dict[str, Seen]:
+        """What was seen of the modules of the call under way."""
+        return self._layout.seen
+
+    @property
+    def _layout(self) -> Layout:
+        """Of the call of the model that is under way, or goes backward; else of loose modules."""
+        # A checkpointed module runs again during the backward pass.
+        under_way = self._sees_batch or torch._C._current_graph_task_id() != -1
+        return self._planned if self._planned is not None and under_way else self._loose
+
+    def _decide(self, layout: Layout, forward: Callable[..., Any], call: Call) -> None:
         """Take as a whole what holds a layer that sees anything but samples, and try it out."""
-        seen = self.layout.seen
+        seen = layout.seen
         owners = {p: m for p, m in self.model.named_modules() if p in seen and self._own(m)}
         without_rule = {path for path, module in owners.items() if rule_for(module) is None}
         for path in owners:
             if not (seen[path].fits_unit if path in without_rule else seen[path].fits_rule):
-                self._enclose(path)
+                self._enclose(layout, path)
         doubtful = {p for p in owners if {*seen[p].first.values()} != {0}}
         first: CaptureError | None = None
         while doubtful or without_rule or self._units:
             self._attach_all()
-            problem = self._try(forward, call)
+            problem = self._try(layout, forward, call)
             if problem is None:
                 return
             before = set(self._units)
             if first is None or not isinstance(first, _At):  # the more telling one
                 first = problem
             for path in problem.paths if isinstance(problem, _At) else doubtful:
-                self._enclose(next((u for u in self._units if is_inside(path, [u])), path))
+                inside = next((u for u in self._units if is_inside(path, [u])), path)
+                self._enclose(layout, inside)
             if self._units == before and seen[""].takes_batch:
                 self._units.add("")
             if self._units == before:
                 raise first
 
-    def _enclose(self, path: str) -> None:
+    def _enclose(self, layout: Layout, path: str) -> None:
         """Take the module around this one as a whole."""
-        unit = self.layout.around(path)
+        unit = layout.around(path)
         if unit is not None:
             self._units.difference_update([u for u in self._units if is_inside(u, [unit])])
             self._units.add(unit)
 
-    def _try(self, forward: Callable[..., Any], call: Call) -> CaptureError | None:
+    def _try(self, layout: Layout, forward: Callable[..., Any], call: Call) -> CaptureError | None:
         """What is wrong with the gradients of two samples as they would be recorded now."""
         model, rows = self.model, FEW * self._views
-        batch = [n for n, x in named_tensors(call).items() if self.layout.place("", n, x) == 0]
+        batch = [n for n, x in named_tensors(call).items() if layout.place("", n, x) == 0]
         args, kwargs = samples_of(call, batch, [i % self.samples for i in range(rows)])
-        names = {name: p for p, name in self._names.items() if p.requires_grad}
+        # Copies, for the plain run: their gradients set off no hook.
+        own = {n: p.detach().requires_grad_() for p, n in self._names.items() if p.requires_grad}
+
+        def plainly(*args: Any, **kwargs: Any) -> Any:
+            with self.inside_generic(), _reparametrize_module(model, own, tie_weights=True):
+                return forward(*args, **kwargs)
 
         def losses(run: Callable[..., Any], seed: int, quiet: Quiet) -> Tensor | None:
             with quiet(), left_as_found(model, seed):
                 return made_up_losses(run(*args, **kwargs), rows, self._views)
 
         for quiet in (without_dropout, lambda: evaluating(model)):
-            with self.inside_generic():
-                plain, again = losses(forward, 0, quiet), losses(forward, 1, quiet)
-                if plain is None or again is None:
-                    return None  # there is no output to compare
-                if torch.allclose(plain, again, rtol=1e-4, equal_nan=True):
-                    expected = plain_gradients(plain, list(names.values()))
-                    break
+            plain, again = losses(plainly, 0, quiet), losses(plainly, 1, quiet)
+            if plain is None or again is None:
+                return None  # there is no output to compare
+            if torch.allclose(plain, again, rtol=1e-4, equal_nan=True):
+                expected = plain_gradients(plain, list(own.values()))
+                break
         else:
             return None  # it draws random numbers whatever one does
         # A weight per sample: what goes to another one is seen even if the two are the same.
@@ -360,7 +382,7 @@ class Capture:
         different = {
             name
             for row, gradient in zip(rows_of.to(gradients.device), expected, strict=True)
-            for name in differences(gradients.combine(row), dict(zip(names, gradient, strict=True)))
+            for name in differences(gradients.combine(row), dict(zip(own, gradient, strict=True)))
         }
         if not different:
             return None
@@ -374,15 +396,22 @@ class Capture:
 
     def in_front(self, path: str, forward: Callable[..., Any], call: Call) -> Seen:
         """Where the batch is in the arguments of a module; ValueError if that is unclear."""
-        tensors, layout = named_tensors(call), self.layout
-        seen = layout.seen.get(path)
-        if seen is None or any(layout.place(path, name, x) is None for name, x in tensors.items()):
-            self._look(path, forward, call)
+        tensors, layout = named_tensors(call), self._layout
+        looks = [partial(self._look, layout, path, forward, call)]
+        if layout is not self._loose:
+            looks.insert(0, self._again)
+        while looks and (
+            path not in layout.seen
+            or any(layout.place(path, name, x) is None for name, x in tensors.items())
+        ):
+            looks.pop(0)()
         if path in layout.refused:
             raise ValueError(f"{layout.refused[path]}.")
         seen = layout.seen[path]
+        if {*seen.outputs.values()} & {FOLDED, UNCLEAR}:
+            raise ValueError("an output of it has no batch dimension in front.")
         if not seen.fits_unit:
-            raise ValueError("what it is given depends on the batch in more than the first size.")
+            raise ValueError("the batch is in none of the dimensions of what it is given.")
         for name, x in tensors.items():
             place = seen.inputs[name, x.dim()]
             if place >= 0 and x.shape[place] != self.samples:
@@ -392,8 +421,6 @@ class Capture:
     def _escape(self, name: str) -> Callable[[Tensor], None]:
         @unserializable_hook  # type: ignore[untyped-decorator]
         def escaped(_: Tensor) -> None:
-            if self._inside_generic:  # a plain run to compare with
-                return
             if self._expected is None:
                 raise CaptureError(
                     f"A gradient reached '{name}' outside a private step. Draw a batch from the "
@@ -444,13 +471,9 @@ class Capture:
         tapped: Tensor = _Tap.apply(anchor, output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
-    def add(self, parameter: nn.Parameter, term: Term, path: str) -> None:
-        """Add one term to a parameter's per-sample gradients."""
-        folds, rest = divmod(term.samples, max(1, self.samples))
-        seen = self.layout.seen.get(path)
-        if term.samples != self.samples and (
-            rest or not folds or seen is None or FOLDED not in seen.first.values()
-        ):
+    def add(self, parameter: nn.Parameter, term: Term, path: str, folds: int = 1) -> None:
+        """Add one term, of `folds` rows a row of the batch, to a parameter's gradients."""
+        if term.samples != folds * self.samples:
             raise CaptureError(
                 f"Layer '{path}' saw {term.samples} samples, the batch has {self._expected}. The "
                 "first dimension of every layer's input must be the whole batch: build layers with "
@@ -459,7 +482,7 @@ class Capture:
         name = self._names.get(parameter)
         if name is None:  # unfrozen since: `collect` refuses the batch
             return
-        rows = self._views * max(1, folds)  # that belong to one sample, one after the other
+        rows = self._views * folds  # that belong to one sample, one after the other
         if name not in self._carriers:
             whole = term if rows == 1 else term.merged(rows)
             self._put(name, whole.compact())
@@ -481,15 +504,22 @@ class Capture:
         assert self._expected is not None
         return self._expected
 
-    def batch_dimension(self, path: str, x: Tensor) -> int:
-        """Which dimension of a layer's input is the batch, or ONE, or SHARED (see `layout`)."""
-        seen = self.layout.seen.get(path)
-        place = None if seen is None else seen.first.get(x.dim())
-        if place is not None and (place != ONE or len(x) == 1):
-            return place
-        # Only inside a call of the whole model on the whole batch: elsewhere a first dimension of
-        # 1 may be one sample that the training loop has picked out.
-        return ONE if self._sees_batch and len(x) == 1 else 0
+    def place(self, path: str, x: Tensor) -> tuple[int, int]:
+        """Where the batch is in a layer's input (see `layout`), and what is folded into it."""
+        layout = self._layout
+        if layout is self._loose:
+            # Outside a call of the whole model, one row may be a sample that was picked out.
+            return ONE if self._sees_batch and len(x) == 1 else 0, 1
+        if path not in layout.seen or x.dim() not in layout.seen[path].first:
+            self._again()  # something else happens than before
+            if path not in layout.seen or layout.seen[path].first.get(x.dim()) != 0:
+                raise CaptureError(
+                    f"Layer '{path}' is given other inputs than when the model was looked at: what "
+                    "it sees depends on the values in the batch (as in a mixture of experts), so "
+                    "it cannot be told which sample they belong to."
+                )
+        seen = layout.seen[path]
+        return seen.first[x.dim()], seen.folds[x.dim()]
 
     def hide(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep autograd from computing these parameters' gradients."""
@@ -542,7 +572,10 @@ class _Layer:
         if not isinstance(output, Tensor):  # the forward pass failed
             return None
         x: Tensor = next(iter((*args, *kwargs.values()))).detach()
-        batch, samples = self._capture.batch_dimension(self._path, x), self._capture.samples
+        samples = self._capture.samples
+        if samples == 0:  # no gradient to record
+            return self._capture.listen(output, self._path, _nothing)
+        batch, folds = self._capture.place(self._path, x)
         if batch > 0:
             x = x.movedim(batch, 0)
         elif batch in (ONE, SHARED):
@@ -560,7 +593,7 @@ class _Layer:
                 )
             for name, term in self._rule(module, x, grad.movedim(batch, 0) if batch > 0 else grad):
                 if name in hidden:
-                    self._capture.add(hidden[name], term, self._path)
+                    self._capture.add(hidden[name], term, self._path, folds)
 
         return self._capture.listen(output, self._path, receive)
 
@@ -603,12 +636,11 @@ class _Forward:
             raise _At({self._path}, self._refusal(error)) from error
 
     def _refusal(self, error: Exception) -> str:
-        seen = self.capture.layout.seen
-        inside = [p for p in seen if is_inside(p, [self._path]) and not seen[p].fits_rule]
+        seen = self.capture.known()
         why = "has parameters but no per-sample rule"
         if self.forced:
             why = "holds layers that see something else than the samples one by one"
-        routed = next((p for p in inside if not seen[p].clear), None)
+        routed = next((p for p in seen if seen[p].routed and is_inside(p, [self._path])), None)
         if routed is not None:
             why += (
                 f" ('{routed}' is given what other values in the batch pick for it, as the experts "
@@ -644,7 +676,7 @@ class _Forward:
 
     def _heard(self, x: Tensor) -> Tensor:
         """Part of the graph, so that a backward pass has somewhere to go."""
-        return self.capture.listen(x, self._path, lambda _: None) if x.is_floating_point() else x
+        return self.capture.listen(x, self._path, _nothing) if x.is_floating_point() else x
 
     # A copy of the model is an ordinary model: its forward is its class's again.
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:

@@ -33,28 +33,42 @@ class Seen:
 
     inputs: dict[tuple[str, int], int] = field(default_factory=dict)  # by argument and dimensions
     first: dict[int, int] = field(default_factory=dict)  # the first argument, by its dimensions
+    folds: dict[int, int] = field(default_factory=dict)  # k of (n·k, …), in the same way
     outputs: dict[tuple[int, int], int] = field(default_factory=dict)  # by number and dimensions
-    clear: bool = True  # who is called, and how often, does not depend on the batch
+    routed: bool = False  # what it sees, or whether it is called, depends on values in the batch
 
     def add(self, inputs: dict[str, Pair], outputs: list[Pair], views: int) -> None:
         """One call."""
         for position, (name, pair) in enumerate(inputs.items()):
             _enter(self.inputs, (name, len(pair[0])), _place(pair, views))
             if position == 0:
-                _enter(self.first, len(pair[0]), _place(pair, views))
+                place, dimensions = _place(pair, views), len(pair[0])
+                folds = pair[0][0] // (FEW * views) if place == FOLDED else 1
+                sizes = [shape[0] if shape else 0 for shape in pair]
+                self.routed |= sizes[0] != sizes[1] and sizes[0] * MORE != sizes[1] * FEW
+                same = self.folds.setdefault(dimensions, folds) == folds
+                _enter(self.first, dimensions, place if same else UNCLEAR)
         for number, pair in enumerate(outputs):
-            _enter(self.outputs, (number, len(pair[0])), _place(pair, views))
+            # A single number may be of the whole batch: who knows what is done with one a sample.
+            _enter(
+                self.outputs, (number, len(pair[0])), _place(pair, views) if pair[0] else UNCLEAR
+            )
 
     @property
     def fits_rule(self) -> bool:
         """Whether a layer's rule may do for it."""
-        return self.clear and bool(self.first) and UNCLEAR not in self.first.values()
+        return not self.routed and bool(self.first) and UNCLEAR not in self.first.values()
 
     @property
     def fits_unit(self) -> bool:
         """Whether torch.func may take it as a whole."""
         places = {*self.inputs.values(), *self.outputs.values()}
-        return self.clear and bool(self.outputs) and not places & {FOLDED, UNCLEAR}
+        return not self.routed and bool(self.outputs) and not places & {FOLDED, UNCLEAR}
+
+    @property
+    def folded(self) -> bool:
+        """Whether other dimensions are folded into the batch: how many depends on their sizes."""
+        return FOLDED in self.first.values()
 
     @property
     def takes_batch(self) -> bool:
@@ -99,7 +113,8 @@ class Layout:
             except Exception as error:  # whatever a model raises where inputs do not fit together
                 why = f"it cannot be run on {FEW} and {MORE} samples of the batch ({error})"
             else:
-                if apart:
+                # A table taken for the batch would put it in front of nothing.
+                if apart and (table is None or {*seen[path].outputs.values()} == {0}):
                     del self.refused[path]
                     self._learn(seen)
                     return
@@ -112,8 +127,9 @@ class Layout:
             old = self.seen.setdefault(path, new)
             old.inputs |= new.inputs
             old.first |= new.first
+            old.folds |= new.folds
             old.outputs |= new.outputs
-            old.clear &= new.clear
+            old.routed |= new.routed
 
     def around(self, path: str) -> str | None:
         """The innermost module around a path that takes and gives whole batches."""
@@ -181,7 +197,7 @@ class _Cuts:
             for one, other in zip(few[name], more[name], strict=False):
                 inputs = {n: (shape, other[0].get(n, shape[:0])) for n, shape in one[0].items()}
                 seen[name].add(inputs, list(zip(one[1], other[1], strict=False)), self.views)
-            seen[name].clear = len(few[name]) == len(more[name])
+            seen[name].routed |= len(few[name]) != len(more[name])
         if _agree(output, wider, self.views):
             return dict(seen), True, False
         return dict(seen), False, not _agree(output, self._run(FEW, 1, quiet)[1], self.views)

@@ -77,9 +77,11 @@ class _KeepAll(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kept = args[1] if len(args) > 1 else 0.5
         if func is torch.ops.aten.bernoulli_.float:
-            noise, kept = args[0], args[1] if len(args) > 1 else 0.5
-            return noise.fill_(kept)  # which dropout divides by the same number
+            return args[0].fill_(kept)  # which dropout divides by the same number
+        if func is torch.ops.aten.bernoulli.p:
+            return torch.full_like(args[0], kept)
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         return func(*args, **(kwargs or {}))

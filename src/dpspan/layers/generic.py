@@ -8,8 +8,8 @@ module, everything below it included, are instantiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,11 +74,22 @@ def per_sample_forward(
     ]
     # Of the attention kernels only the plain one has what is asked for here: the gradient of a
     # mask that is learned, and one run for all samples.
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), _no_fast_path():
         tensors = torch.vmap(one_sample, randomness="different")(parameters, private)
     moved = (x.movedim(0, place) for x, place in zip(tensors, places, strict=True))
     others, output_structure = template
     return tree_unflatten([next(moved) if o is _TENSOR else o for o in others], output_structure)
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """torch's encoder layers would not notice under torch.func that a gradient is wanted."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _PlainEmbedding(TorchFunctionMode):
