@@ -9,6 +9,7 @@ reach a parameter came by a way the capture does not see: that is an error, neve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -397,7 +398,7 @@ class Capture:
     def in_front(self, path: str, forward: Callable[..., Any], call: Call) -> Seen:
         """Where the batch is in the arguments of a module; ValueError if that is unclear."""
         tensors, layout = named_tensors(call), self._layout
-        looks = [partial(self._look, layout, path, forward, call)]
+        looks: list[Callable[[], None]] = [partial(self._look, layout, path, forward, call)]
         if layout is not self._loose:
             looks.insert(0, self._again)
         while looks and (
@@ -646,10 +647,12 @@ class _Forward:
                 f" ('{routed}' is given what other values in the batch pick for it, as the experts "
                 "of a mixture of experts are: which token it sees depends on the batch)"
             )
+        name = f"Module '{self._path}'" if self._path else "The model"
+        reason = re.split(r"[.,] [Pp]lease ", str(error))[0].rstrip(". ")
         return (
-            f"Module '{self._path}' ({type(self._module).__name__}) {why}, and torch.func cannot "
-            f"vectorise it: {error} Build it from layers with a rule (Linear, Conv, Embedding, "
-            "norms) that have the batch in front, freeze it, or try dpspan.fix(model)."
+            f"{name} ({type(self._module).__name__}) {why}, and torch.func cannot vectorise it: "
+            f"{reason}. Build it from layers with a rule (Linear, Conv, Embedding, norms) with "
+            "the batch in front, freeze it, or try dpspan.fix(model)."
         )
 
     def _vectorised(self, call: Call) -> Any:
@@ -706,7 +709,7 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()
     if parametrize.is_parametrized(module):
-        yield from module.parametrizations.parameters()
+        yield from module.get_submodule("parametrizations").parameters()
 
 
 def _own_forward(module: nn.Module) -> MethodType:

@@ -65,7 +65,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """Dropout keeps everything, so that two runs in training mode can be compared."""
-    with _KeepAll():
+    with _KeepAll():  # type: ignore[no-untyped-call]
         yield
 
 
