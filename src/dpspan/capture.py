@@ -220,9 +220,8 @@ class Capture:
         for module in self._generic:
             if module is not self.model:
                 vars(module)["forward"].restore()
-        self._layer_handles, self._generic = [], self._generic[:0]
-        if isinstance(root, _Forward) and root.capture is self:
-            self._generic = [self.model]
+        mine = isinstance(root, _Forward) and root.capture is self
+        self._layer_handles, self._generic = [], [self.model] if mine else []
         self._attached = set(self._units)
         self._attach("", self.model, set())
 
@@ -375,9 +374,10 @@ class Capture:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model raises when it is given more than it expects
+            what = error if isinstance(error, RuntimeError | ValueError) else type(error).__name__
             return CaptureError(
                 f"{type(model).__name__} cannot be run so that the gradients of its samples stay "
-                f"apart: {error}"
+                f"apart: {what}"
             )
         rows_of = torch.diag(1 / weights) if plain.dim() else torch.ones(1, FEW)
         different = {
