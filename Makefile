@@ -1,19 +1,27 @@
 # Every target does its own set-up: on a bare machine with Python 3.11, `make demo` is enough.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: setup demo test test-all lint types docs screenshots results experiment bench clean
+.PHONY: setup demo test test-all test-machines test-gpu coverage dist lint types docs screenshots \
+	results experiment bench clean
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt
+# What dpspan needs to run
+.venv/.runtime: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "dpspan needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) .
 	@touch $@
 
-demo: setup
+# Every extra, and the tools
+.venv/.ready: .venv/.runtime
+	$(INSTALL) '.[dev]'
+	@touch $@
+
+demo: .venv/.runtime
 	$(BIN)/dpspan demo
 
 lint: setup
@@ -26,11 +34,31 @@ types: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-test: lint types docs
+# All tests come last, and with them the lines that say what was not tested.
+test: lint types docs test-machines
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-all: lint types docs
+test-all: lint types docs test-machines
 	$(BIN)/pytest -n 2
+
+# The numeric tests with the kernels and threads of other machines
+test-machines: setup
+	$(BIN)/python tools/machines.py -n 2
+
+# On a machine with CUDA; installs nothing: make test-gpu PYTHON=python3 COMMIT=...
+test-gpu:
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tools/gpu_tests.py \
+		$(if $(COMMIT),--commit $(COMMIT))
+
+# Which lines the fast tests run; coverage.xml for whoever shows it
+coverage: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov=dpspan --cov-report=xml --cov-report=term
+
+# The wheel and the sdist, tried: the wheel's demo in an empty environment, the sdist's own tests
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/check_dist.py
 
 runs/demo/report.html:
 	$(MAKE) demo
@@ -51,4 +79,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.gep --models cnn resnet20
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs coverage.xml .coverage

@@ -128,7 +128,7 @@ CONTENDERS: dict[str, Factory] = {
 
 def naive_gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The clipped mean gradient, one sample at a time: what every private step must equal."""
-    parameters = list(model.parameters())
+    parameters = [p for _, p in sorted(model.named_parameters())]
     total = torch.zeros(sum(p.numel() for p in parameters), device=x.device)
     for sample, label in zip(x, y, strict=True):
         loss = nn.functional.cross_entropy(model(sample[None]), label[None])

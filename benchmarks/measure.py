@@ -56,7 +56,8 @@ def disagreement(factory: Factory, problem: Problem, batch: int, device: str) ->
     model, (x, y) = problem.model(device), problem.data(batch, device)
     expected = naive_gradient(model, x, y)
     factory(model, x, y, 0.0).step()
-    actual = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    named = sorted(model.named_parameters())  # Opacus' layers have their own order
+    actual = torch.cat([p.grad.flatten() for _, p in named if p.grad is not None])
     return float((actual - expected).norm() / expected.norm())
 
 

@@ -14,24 +14,28 @@ MODELS = {
     "resnet20": "ResNet-20, 270 k",
     "wrn28-4": "WRN-28-4, 5.9 M",
     "minilm": "MiniLM, 22.7 M",
+    "lstm": "LSTM, 105 k",
+    "lstm-2-both-ways": "LSTM of two layers, both ways, 599 k",
+    "gru": "GRU, 80 k",
+    "rnn": "RNN, 30 k",
 }
 HEAD = """## Speed and memory
 
 One step of each method, as a multiple of the non-private step of the same private samples: time /
 peak memory. Methods with public data run the model on those too; "all samples" is what a
 non-private step of private and public ones costs. `python -m benchmarks.methods`,
-`benchmarks.floors`, `benchmarks.growth` and `benchmarks.gsd` measure; how, and what the bars were,
-is in [performance](performance.md). Steps are timed without loader and accounting, Opacus' ones
-too. RGP can be faster than the plain step because the summed gradients of whole weights are never
-computed.
+`benchmarks.recurrent`, `benchmarks.floors`, `benchmarks.growth` and `benchmarks.gsd` measure; how,
+and what the bars were, is in [performance](performance.md). Steps are timed without loader and
+accounting, Opacus' ones too. RGP can be faster than the plain step because the summed gradients of
+whole weights are never computed.
 """
 
 
 def page(docs: Path, results: Path = RESULTS) -> str:
     """Tables of methods, of growth, and GSD; what has not been measured is not there."""
     parts = [HEAD]
-    for device in ("cpu", "cuda"):
-        path = results / f"methods-{device}.json"
+    for name in ("methods-cpu", "methods-cuda", "recurrent-cpu", "recurrent-cuda"):
+        path = results / f"{name}.json"
         if path.exists():
             parts.append(methods_table(json.loads(path.read_text())))
     for device in ("cpu", "cuda"):

@@ -11,6 +11,7 @@ from dpspan.models import MLP, PaperCNN, ResNet20, TransformerEncoder, WideResNe
 
 SEED = 0
 VOCABULARY = 10_000
+LETTERS = 64
 
 
 def minilm() -> nn.Module:
@@ -34,6 +35,19 @@ class LogitsOnly(nn.Module):
         return self.model(
             input_ids=tokens, position_ids=positions, token_type_ids=torch.zeros_like(tokens)
         ).logits
+
+
+class Recurrent(nn.Module):
+    """Letters, a recurrent network, and a linear layer on its last state."""
+
+    def __init__(self, rnn: nn.RNNBase) -> None:
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(LETTERS, rnn.input_size), rnn
+        self.head = nn.Linear(rnn.hidden_size, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        _, states = self.rnn(self.embedding(tokens))
+        return self.head((states[0] if isinstance(states, tuple) else states)[-1])
 
 
 @dataclass(frozen=True)
@@ -77,4 +91,17 @@ WIDTHS = (64, 256, 1024, 4096)
 PROBLEMS |= {
     f"mlp-{width}": Problem(partial(MLP, hidden=(width,)), (1, 28, 28), batch=250)
     for width in WIDTHS
+}
+# Recurrent networks over letters, of the size of Opacus' example for names.
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "lstm": partial(nn.LSTM, 64, 128, batch_first=True),
+    "lstm-2-both-ways": partial(
+        nn.LSTM, 64, 128, num_layers=2, bidirectional=True, batch_first=True
+    ),
+    "gru": partial(nn.GRU, 64, 128, batch_first=True),
+    "rnn": partial(nn.RNN, 64, 128, batch_first=True),
+}
+PROBLEMS |= {
+    name: Problem(lambda rnn=rnn: Recurrent(rnn()), (20,), batch=64, vocabulary=LETTERS)
+    for name, rnn in RECURRENT.items()
 }

@@ -1,18 +1,83 @@
-"""Fixtures that more than one test file uses."""
+"""What more than one test file uses, and what every run obeys."""
 
+import multiprocessing
 import os
+from collections.abc import Generator
 
 # Workers side by side with threads of their own only wait for one another. Before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from dpspan import accounting
+import needs
+import processes
+
+# Whose results come from matrix products and the like, which round differently on other machines.
+# `make test-machines` runs them in several ways.
+NUMERIC = {
+    "test_augmentation",
+    "test_capture",
+    "test_choose",
+    "test_clipping",
+    "test_convex_losses",
+    "test_convex_methods",
+    "test_convex_metric",
+    "test_convex_preconditioners",
+    "test_convex_public_rows",
+    "test_convex_rows",
+    "test_convex_scaling",
+    "test_convex_subspace",
+    "test_dpsgd",
+    "test_gep",
+    "test_gradients",
+    "test_gsd",
+    "test_low_rank",
+    "test_mirror",
+    "test_numerics",
+    "test_patches",
+    "test_pdpsgd",
+    "test_public_gradients",
+    "test_recurrent",
+    "test_residuals",
+    "test_rgp",
+    "test_subspace",
+    "test_subspace_engine",
+    "test_transfer",
+    "test_views",
+}
+
+
+def pytest_configure() -> None:
+    if processes.CHOSEN:
+        multiprocessing.set_start_method(processes.CHOSEN, force=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in NUMERIC:
+            item.add_marker("numeric")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        needs.gpu()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    yield  # pytest's own lines first
+    kinds = ("skipped", "failed", "error")
+    reports = [report for kind in kinds for report in terminalreporter.stats.get(kind, ())]
+    for line in needs.not_tested(reports):
+        terminalreporter.write_line(line, red=True, bold=True)
 
 
 @pytest.fixture
-def pld_evaluations(monkeypatch):
+def pld_evaluations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for every ε that is computed by PLD, the costly thing about a ledger."""
+    from dpspan import accounting  # not every test needs what this needs
+
     evaluations = []
 
     def counted(events, delta):

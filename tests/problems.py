@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 Factory = Callable[[], tuple[nn.Module, Tensor]]
 
@@ -105,6 +107,45 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    """A head on the outputs and on all last states; the batch may be second, or packed."""
+
+    def __init__(self, rnn: nn.RNNBase, *, packed: bool = False) -> None:
+        super().__init__()
+        self.rnn, self.packed = rnn, packed
+        width = (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
+        self.before, self.head = nn.Linear(3, rnn.input_size), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, steps = x.shape[:2]
+        lengths = 1 + (97 * x[:, 0, 0].abs()).long() % steps  # a sample's own, in no order
+        rows: Any = self.before(x)
+        if self.packed:
+            rows = pack_padded_sequence(rows, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        elif not self.rnn.batch_first:
+            rows = rows.transpose(0, 1)
+        output, states = self.rnn(rows)
+        if self.packed:
+            output, _ = pad_packed_sequence(output, batch_first=True, total_length=steps)
+        elif not self.rnn.batch_first:
+            output = output.transpose(0, 1)
+        parts = states if isinstance(states, tuple) else (states,)
+        last = [part.transpose(0, 1).reshape(n, -1) for part in parts]
+        return torch.cat([self.head(output).flatten(1), *last], 1)
+
+
+class LearnedStart(nn.Module):
+    """A bare parameter beside a recurrent layer: torch.func takes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(2, 1, 4))
+        self.rnn = nn.GRU(3, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x, self.start.expand(-1, len(x), -1).contiguous())[0]
 
 
 class Residual(nn.Module):
@@ -212,6 +253,33 @@ PROBLEMS: dict[str, Factory] = {
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
         torch.randn(4, 3, 8),
     ),
+    "lstm": lambda: (Recurrent(nn.LSTM(3, 4, batch_first=True)), torch.randn(6, 5, 3)),
+    "lstm, two layers both ways": lambda: (
+        Recurrent(nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)),
+        torch.randn(6, 5, 3),
+    ),
+    "lstm with projection": lambda: (
+        Recurrent(nn.LSTM(3, 4, proj_size=2, bidirectional=True)),
+        torch.randn(6, 5, 3),
+    ),
+    "gru": lambda: (Recurrent(nn.GRU(3, 4, batch_first=True)), torch.randn(6, 5, 3)),
+    "gru, batch second": lambda: (
+        Recurrent(nn.GRU(3, 4, num_layers=2, bidirectional=True, bias=False)),
+        torch.randn(6, 5, 3),
+    ),
+    "gru, packed": lambda: (
+        Recurrent(nn.GRU(3, 4, num_layers=2, bidirectional=True), packed=True),
+        torch.randn(6, 5, 3),
+    ),
+    "rnn, many steps (rows)": lambda: (
+        Recurrent(nn.RNN(3, 4, batch_first=True)),
+        torch.randn(5, 9, 3),
+    ),
+    "rnn with relu, few steps (ghost)": lambda: (
+        Recurrent(nn.RNN(13, 14, nonlinearity="relu", batch_first=True)),
+        torch.randn(5, 2, 3),
+    ),
+    "recurrent layer with a learned start": lambda: (LearnedStart(), torch.randn(6, 5, 3)),
     "one sample": lambda: (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), torch.randn(1, 5)),
 }
 

@@ -79,11 +79,7 @@ def un_noised(mechanism: Any, gradients: PerSampleGradients) -> tuple[Tensor, Te
     """What a step sums before noise: embeddings (k,), and residuals in parameter space (p,)."""
     sums = dict(mechanism.clipped_sum(gradients))
     embedding = sums.pop("subspace:embedding")
-    anchors = sums.pop("subspace:anchors", None)
-    if anchors is None:
-        return embedding, embedding.new_zeros(0)
-    public = mechanism._keeper.span().combine(anchors)
-    return embedding, flat(sums).double() + flat(public).double()
+    return embedding, flat(sums).double() if sums else embedding.new_zeros(0)
 
 
 METHODS = {"PDPSGD": PDPSGD, "BiasedGEP": BiasedGEP, "GEP": GEP}

@@ -293,12 +293,15 @@ def test_no_noise_is_enough():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Budget(epsilon=-1, delta=0.1), "Expected target_epsilon > 0, got -1."),
-        (lambda: Budget(epsilon=0.0, delta=0.1), "Expected target_epsilon > 0, got 0.0."),
-        (lambda: Budget(epsilon=math.inf, delta=0.1), "Expected a finite target_epsilon, got inf."),
-        (lambda: Budget(epsilon=math.nan, delta=0.1), "target_epsilon to be a number, got nan"),
-        (lambda: Budget(epsilon="8", delta=0.1), "target_epsilon to be a number, got '8'"),
-        (lambda: Budget(epsilon=True, delta=0.1), "target_epsilon to be a number, got True"),
+        (lambda: Budget(epsilon=-1, delta=0.01), "Expected target_epsilon > 0, got -1."),
+        (lambda: Budget(epsilon=0.0, delta=0.01), "Expected target_epsilon > 0, got 0.0."),
+        (
+            lambda: Budget(epsilon=math.inf, delta=0.01),
+            "Expected a finite target_epsilon, got inf.",
+        ),
+        (lambda: Budget(epsilon=math.nan, delta=0.01), "target_epsilon to be a number, got nan"),
+        (lambda: Budget(epsilon="8", delta=0.01), "target_epsilon to be a number, got '8'"),
+        (lambda: Budget(epsilon=True, delta=0.01), "target_epsilon to be a number, got True"),
         (lambda: Budget(epsilon=1, delta=0), "Expected 0 < target_delta < 1, got 0."),
         (lambda: Budget(epsilon=1, delta=1.0), "Expected 0 < target_delta < 1, got 1.0."),
         (lambda: calibrate(-1, DELTA, 0.1, 10), "Expected target_epsilon > 0, got -1."),

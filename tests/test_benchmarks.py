@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import contenders, floors, growth, methods, page
+from benchmarks import contenders, floors, growth, measure, methods, page, recurrent
 from benchmarks.problems import PROBLEMS
 
 CASE = methods.Case(8, 8, 4)
@@ -37,6 +37,14 @@ def test_a_subspace_that_is_kept_is_timed_over_a_whole_cycle() -> None:
     assert made.steps == 10
     once = methods.step_of(problem.model("cpu"), *data, 1.0, case=CASE, method="GEP")
     assert once.steps == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # Opacus' own
+@pytest.mark.parametrize("name", ["opacus hooks", "dpspan"])
+def test_recurrent_steps_are_clipping_in_a_loop(name: str) -> None:
+    for problem in recurrent.RECURRENT:
+        factory = recurrent.FACTORIES[name]
+        assert measure.disagreement(factory, PROBLEMS[problem], 4, "cpu") < 1e-3
 
 
 def test_the_private_samples_come_first() -> None:

@@ -13,7 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpspan.certificate import certificate
-from dpspan.choose import ProbeNetwork, combined, gsd, rank_public, unprivate_captured_energy
+from dpspan.choose import (
+    ProbeNetwork,
+    combined,
+    gsd,
+    pictures,
+    rank_public,
+    unprivate_captured_energy,
+)
 from dpspan.choose.samples import drawn
 from dpspan.choose.subspaces import sample_gradients
 from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
@@ -21,6 +28,7 @@ from dpspan.choose.transport import transport_distance
 from dpspan.ledger import Ledger
 from dpspan.per_sample import per_sample_gradients
 from dpspan.public import PublicData
+from needs import extra
 from oracle import top_directions
 
 CE = nn.CrossEntropyLoss()
@@ -192,7 +200,7 @@ def points(x, y=None):
 
 
 def test_transport_by_hand():
-    pytest.importorskip("ot")
+    extra("ot")
     a, b = points([[0.0], [1.0]]), points([[3.0], [2.0]])
     assert transport_distance(a, b, labelled=False) == pytest.approx(2.0)  # 0 → 2, 1 → 3
     assert transport_distance(a, a, labelled=False) == 0.0
@@ -202,7 +210,7 @@ def test_transport_by_hand():
 
 
 def test_labels_count_in_transport():
-    pytest.importorskip("ot")
+    extra("ot")
     x = [[0.0], [1.0], [10.0], [11.0]]
     same, other = points(x, [0, 0, 1, 1]), points(x, [0, 1, 0, 1])
     assert transport_distance(same, same, labelled=True) == 0.0
@@ -211,7 +219,7 @@ def test_labels_count_in_transport():
 
 
 def test_transport_refusals():
-    pytest.importorskip("ot")
+    extra("ot")
     with pytest.raises(ValueError, match=re.escape("one size, got 1 numbers per sample in")):
         transport_distance(points([[0.0]]), points([[0.0, 1.0]]), labelled=False)
     with pytest.raises(ValueError, match="Expected classes as the labels of 'public': give whole"):
@@ -232,7 +240,7 @@ def test_transport_without_pot(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranking():
-    pytest.importorskip("ot")
+    extra("ot")
     candidates = {
         "far": (images(60, 2, stripes=True), labels(60)),
         "near": (images(60, 1), labels(60)),
@@ -293,13 +301,11 @@ def test_it_cannot_go_on_a_certificate(ranking):
 
 
 def test_pictures(ranking, tmp_path):
-    pytest.importorskip("matplotlib")
     for path in (ranking.plot(tmp_path / "bars.png"), ranking.cluster_map(tmp_path / "map.png")):
         assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_pictures_are_titled(ranking, tmp_path, monkeypatch):
-    pictures = pytest.importorskip("dpspan.choose.pictures")
     titles = []
     monkeypatch.setattr(pictures, "bars", lambda *_, title: titles.append(title))
     monkeypatch.setattr(pictures, "cluster_map", lambda *_, title: titles.append(title))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class Rogue:
         return torch.full_like(norm, self.value)
 
 
+@settings(deadline=None)
 @given(norm_lists, st.floats(1e-3, 1e3), st.floats())
 def test_no_rule_exceeds_the_clip(values: list[float], clip: float, rogue: float) -> None:
     norms = torch.tensor(values, dtype=torch.float64)

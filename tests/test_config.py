@@ -64,36 +64,40 @@ BAD = {
     "unknown key": (
         "rank: 16",
         "rnak: 16",
-        "12: method.rnak: Unknown key 'rnak' (did you mean rank?). Allowed here: clip",
+        "12: method.*: Unknown key (did you mean rank?). Allowed here: clip",
     ),
     "unknown section": (
         "output:",
         "outputs:",
-        "18: outputs: Unknown key 'outputs' (did you mean output?)",
+        "18: *: Unknown key (did you mean output?)",
     ),
-    "wrong type": ("rank: 16", "rank: ten", "12: method.rank: Expected a whole number, got 'ten'."),
+    "wrong type": (
+        "rank: 16",
+        "rank: ten",
+        "12: method.rank: Expected a whole number, got a text.",
+    ),
     "text for a number": (
         "rank: 16",
         "rank: '16'",
-        "12: method.rank: Expected a whole number, got '16'.",
+        "12: method.rank: Expected a whole number, got a text.",
     ),
-    "too small": ("rank: 16", "rank: 0", "12: method.rank: Expected at least 1, got 0."),
+    "too small": ("rank: 16", "rank: 0", "12: method.rank: Expected at least 1."),
     "not whole": (
         "epochs: 3",
         "epochs: 2.5",
-        "15: training.epochs: Expected a whole number, got 2.5.",
+        "15: training.epochs: Expected a whole number",
     ),
-    "delta": ("1e-5", "1", "13: budget.delta: Expected a number below 1"),
+    "delta": ("1e-5", "1", "13: budget.delta: Expected a number below 0.1"),
     "infinite": (
         "epsilon: 3",
         "epsilon: .inf",
-        "13: budget.epsilon: Expected a finite number, got inf.",
+        "13: budget.epsilon: Expected a finite number.",
     ),
     "unknown method": (
         "name: gep",
         "name: pep",
         "9: method: Expected 'name' to be one of 'dpsgd', 'pdpsgd', 'biased-gep', "
-        "'gep', 'rgp', 'mirror', got 'pep'.",
+        "'gep', 'rgp', 'mirror'.",
     ),
     "no method": ("  name: gep\n", "", "9: method: Expected 'name' to be one of 'dpsgd', "),
     "no mapping": (
@@ -112,13 +116,13 @@ BAD = {
     "truth": (
         "public: true",
         "public: yes",
-        "7: data.test_is_public: Expected true or false, got 'yes'.",
+        "7: data.test_is_public: Expected true or false, got a text.",
     ),
     "list": ("[64]", "64", "8: model.hidden: Expected a list"),
     "in a list": (
         "inputs: [a, b]",
         "inputs: [a, 2]",
-        "5: data.public.optin.inputs.1: Expected a text, got 2.",
+        "5: data.public.*.inputs.1: Expected a text, got a whole number.",
     ),
     "one class": ("[no, yes]", "[no]", "2: data.classes: "),
     "no such public data": (
@@ -151,10 +155,10 @@ BAD = {
     "same key twice": (
         "  rank: 16",
         "  rank: 16\n  rank: 8",
-        "13: rank: This key stands in line 12 too.",
+        "13: The key in this line stands in line 12 too.",
     ),
-    "not yaml": ("[64]", "[64", "8: This is not YAML: "),
-    "tab": ("  rank", "\trank", "12: This is not YAML: "),
+    "not yaml": ("[64]", "[64", "8: This is not YAML"),
+    "tab": ("  rank", "\trank", "12: This is not YAML"),
 }
 
 

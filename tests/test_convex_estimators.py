@@ -47,8 +47,9 @@ QUICK: dict[str, Any] = {"accountant": "rdp"}  # a hundredth of a second instead
 
 
 @parametrize_with_checks([kind(**QUICK) for kind in ESTIMATORS])
-def test_scikit_learns_checks(estimator, check) -> None:
+def test_scikit_learns_checks(estimator, check, monkeypatch) -> None:
     """All of them, no exceptions: noise is fixed by random_state, at the default ε = 1."""
+    monkeypatch.setenv("SCIPY_ARRAY_API", "1")  # or those of array API dispatch would be skipped
     check(estimator)
 
 
@@ -160,7 +161,8 @@ def test_epsilon_is_spent_and_never_exceeded(fitted) -> None:
     assert document["training"]["divisor"] == 1900
     assert document["training"]["method"]["name"] == "NoisyAdaGrad"
     assert document["public"][0]["count"] == 100
-    assert any("number of records of a fit, 1900, was taken" in w for w in document["warnings"])
+    assert any("records is disclosed: a fit divides by it, 1900" in w for w in document["warnings"])
+    assert document["discloses_number_of_records"] is True
     assert document["adjacency"].startswith("one record counted or not")
     assert any("set of class labels was read" in w for w in document["warnings"])
 
@@ -175,6 +177,7 @@ def test_what_is_stated_in_advance_is_no_warning() -> None:
     x, y = table(300)
     model = PrivateLogisticRegression(classes=[0, 1], records=250, **QUICK).fit(x, y)
     assert model.certificate_["warnings"] == []
+    assert model.certificate_["discloses_number_of_records"] is False
     assert model.certificate_["training"]["divisor"] == 250
     assert model.certificate_["adjacency"] == "add or remove one record"
     assert "300" not in json.dumps(model.certificate_)
@@ -253,7 +256,8 @@ def test_noise_is_fresh_unless_fixed() -> None:
     fourth = PrivateLogisticRegression(**QUICK).fit(x, y)
     assert not np.array_equal(third.coef_, fourth.coef_)
     fixed = [PrivateLogisticRegression(random_state=4, **QUICK).fit(x, y) for _ in range(2)]
-    np.testing.assert_array_equal(fixed[0].coef_, fixed[1].coef_)
+    # But for rounding, which may depend on where in memory an array begins.
+    np.testing.assert_allclose(fixed[0].coef_, fixed[1].coef_, rtol=1e-9, atol=1e-12)
     for document in (m.certificate_ for m in fixed):
         assert document["private"] is False
         assert document["not_private_because"] == ["noise was drawn from a fixed random_state"]
@@ -483,7 +487,7 @@ def test_public_rows_that_are_private() -> None:
         ({"method": "projected"}, "PublicFeatures needs public rows"),
         ({"start": "public"}, "start='public' needs public rows"),
         ({"start": "warm"}, "start to be one of"),
-        ({"delta": 0.01}, "Expected delta below 1/n = 0.01, got 0.01"),
+        ({"delta": 0.1}, r"Expected delta below 0\.1 .*, got 0\.1"),
         ({"delta": 0.0}, "0 < delta < 1"),
         ({"epsilon": 0.0}, "0 < epsilon"),
         ({"epsilon": math.nan}, "epsilon to be a number"),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpspan
+from dpspan import numerics
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.linear import Outer
 from dpspan.mechanisms import Setting
@@ -18,12 +19,15 @@ from dpspan.models import PaperCNN, ResNet20
 from dpspan.noise import Noise
 from oracle import per_sample_matrix
 from problems import PROBLEMS, loss_per_sample, make
+from residual_cases import violations
+from test_randomness import check_tails, tails
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _plain_arithmetic() -> Iterator[None]:
+def _plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("dpspan.guard._RARELY", 2**40)  # no checks at random steps, which wait
     convolutions = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     # vmap runs no backward pass of the fused attention kernels
@@ -151,12 +155,83 @@ def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def train_without_waiting(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-    """An epoch in which, after the first batches, any wait for the GPU is an error."""
-    for number, (images, labels) in enumerate(loader):
+    """An epoch in which, between batches that are checked, any wait for the GPU is an error."""
+    for number, (images, labels) in enumerate(loader, start=1):
         batch = images.cuda(), labels.cuda()
-        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        checked = number < 4 or number.bit_count() == 1  # 1, 2, 4, 8, … and the first of a shape
+        torch.cuda.set_sync_debug_mode("default" if checked else "error")
         try:
             nn.CrossEntropyLoss()(model(batch[0]), batch[1]).backward()
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
+@pytest.mark.parametrize("kind", ["rows", "factors"])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_no_residual_is_longer_than_its_bound(
+    tf32: bool, kind: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kept:
+        monkeypatch.setattr("dpspan.residual._KEPT_SHARE", 0.0)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    found = [violations(seed, 50, "cuda", kind) for seed in range(250)]  # 10⁵ cases in all
+    assert sum(count for count, _ in found) == 0
+
+
+def test_products_are_precise_under_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    a, b, c = torch.randn(300, 2000), torch.randn(2000, 700), torch.randn(300, 700)
+    found = numerics.product(a, b), numerics.minus_product(c, a, b), numerics.square_product(a)
+    assert torch.backends.cuda.matmul.allow_tf32
+    x, y, z = a.double(), b.double(), c.double()
+    rounded = float((a @ b - x @ y).norm() / (x @ y).norm())
+    for value, exact in zip(found, (x @ y, z - x @ y, x @ x.T), strict=True):
+        error = float((value - exact).norm() / exact.norm())
+        assert error < 2e-6
+        assert rounded > 50 * error
+    with numerics.ieee(a):
+        assert float((a @ b - x @ y).norm() / (x @ y).norm()) < 2e-6
+
+
+def test_sums_of_one_sign_are_not_rounded_down_under_tf32() -> None:
+    """Tensor cores round towards zero: 37,000 terms lose 3·10⁻⁴ of their sum if added in one go."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    a, b = torch.rand(1000, 36_864) + 0.5, torch.rand(36_864, 2000) + 0.5
+    exact, square = a.double() @ b.double(), a.double() @ a.double().T
+    assert float((1 - (a @ b) / exact).mean()) > 1e-4
+    assert float((1 - numerics.product(a, b) / exact).abs().max()) < 3e-5
+    assert float((1 - numerics.square_product(a) / square).abs().max()) < 3e-5
+
+
+def test_the_noise_of_a_gpu_has_the_tails_of_a_normal_law() -> None:
+    """2·10⁹ draws, two-sided."""
+    noise, like, total = Noise(seed=0), torch.empty(50_000_000, device="cuda"), 2_000_000_000
+    check_tails(tails(lambda count: noise.normal(like, 1.0), total, len(like)), total)
+
+
+def test_dropout_on_a_gpu_is_fresh_whatever_was_seeded() -> None:
+    def mask() -> torch.Tensor:
+        torch.manual_seed(0)
+        torch.cuda.manual_seed_all(0)
+        engine, model = dpspan.PrivacyEngine(accountant="rdp"), nn.Linear(4, 2).cuda()
+        *_, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4),
+            noise_multiplier=1.0,
+        )
+        torch.cuda.manual_seed_all(0)
+        for _ in loader:
+            return nn.functional.dropout(torch.ones(200, device="cuda"))
+        raise AssertionError
+
+    first = mask()
+    state = torch.cuda.get_rng_state()
+    assert not torch.equal(first, mask())
+    assert torch.equal(torch.cuda.get_rng_state(), state)

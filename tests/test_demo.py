@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib import font_manager
 from rich.console import Console
 
 from dpspan import demo
 from dpspan.demo import command, data, settings, tuning
 from dpspan.overlap import fingerprints, refuse_overlap
 from dpspan.public import PublicData
+
+OLD_FONTS = not any(font.name in data.ITALIC for font in font_manager.fontManager.ttflist)
 
 
 @pytest.fixture
@@ -61,6 +64,7 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(OLD_FONTS, reason="the search needs a font of matplotlib 3.11")
 @pytest.mark.usefixtures("quick")
 def test_the_search_for_settings() -> None:
     console = Console(record=True, width=120)
@@ -96,10 +100,12 @@ def test_printed_digits_come_from_the_fonts_asked_for() -> None:
     assert torch.equal(data.rendered(50, seed=0)[0], x)
     assert not torch.equal(data.rendered(50, seed=1)[0], x)
     assert y.bincount().tolist() == [5] * 10
-    italic, others = data._fonts(data.ITALIC), data._fonts(data.OTHERS)
-    assert len(italic) == 1
-    assert len(others) == 20
-    assert not set(italic) & set(others)
+    assert len(data._fonts(data.OTHERS)) == 20
+    if OLD_FONTS:
+        with pytest.raises(ValueError, match=r"no font \('cmti10',\): install version 3.11"):
+            data._fonts(data.ITALIC)
+    else:
+        assert len(data._fonts(data.ITALIC)) == 1
 
 
 def test_ink_is_counted_by_blocks() -> None:

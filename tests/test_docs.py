@@ -7,16 +7,20 @@ import doctest
 import json
 import pkgutil
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 import dpspan
+from dpspan import certificate, checkpoint, patches
 from dpspan.cli import app
+from dpspan.comparison import results
 from training import setup, train
 
 ROOT = Path(__file__).parent.parent
@@ -147,3 +151,35 @@ def test_targets_of_make_exist() -> None:
     there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text(), re.M)) <= there
+
+
+def test_one_version_everywhere() -> None:
+    changes = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert changes[0] == "Unreleased"
+    released = re.fullmatch(r"([\d.]+) \((\d{4}-\d\d-\d\d)\)", changes[1])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert released is not None
+    assert released.groups() == (citation["version"], citation["date-released"])
+    assert dpspan.__version__ == citation["version"]
+    assert len(citation["references"]) == 5
+
+
+def test_the_oldest_versions_are_those_that_are_asked_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = dict(line.split(">=") for line in project["dependencies"])
+    text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
+    oldest = dict(re.findall(r"^([\w-]+)==([\d.]+)$", text, re.M))
+    for name, version in wanted.items():
+        assert f"{oldest[name]}.".startswith(f"{version}."), name
+
+
+def test_files_have_the_formats_that_the_page_on_versions_says() -> None:
+    text = (DOCS / "versions.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w ]+?) \(.*?\| .*?\| (.*?) \|", text, re.M))
+    assert rows["certificate"] == f"`{certificate.FORMAT}`, {certificate.VERSION}"
+    assert rows["ledger"] == str(dpspan.Ledger().state_dict()["version"])
+    assert rows["checkpoint"] == f"`{checkpoint._STATE}`"
+    assert rows["comparison"] == f"`{results.FORMAT}`"
+    assert rows["layer of patches"] == f"`{patches._FORMAT}`, without a number"
+    engine, *_ = setup()
+    assert rows["state of the engine"] == f"`{engine.state_dict()['format']}`"

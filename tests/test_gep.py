@@ -113,14 +113,13 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("leftover", [False, True])
+@pytest.mark.parametrize(("leftover", "share"), [(False, 0.5), (True, 0.3), (True, 0.8)])
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_one_sample_moves_the_sums_by_no_more_than_declared(
-    dtype: torch.dtype, name: str, leftover: bool
+    dtype: torch.dtype, name: str, leftover: bool, share: float
 ) -> None:
     private, public = matrices(6, 12, dtype=dtype)
-    share = 0.5 if not leftover else 0.3
     mechanism = given(
         GEP,
         rows(public),
@@ -177,6 +176,42 @@ def test_leftover_never_clips_more() -> None:
         assert w_kind >= w - 1e-9
         longer += w_kind > w + 1e-6
     assert longer > 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_leftover_gives_the_embedding_what_its_share_allows(share: float) -> None:
+    """share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² is 1 for long samples, in the span and outside."""
+    private, public = matrices(1, 12)
+    options = {"leftover": True, "embedding_share": share}
+    mechanism = given(GEP, rows(public), 12, clip=S1, residual_clip=S2, **options)
+    basis = block_basis(public, columns(1), [12])
+    inside = private[0] @ basis.T @ basis
+    inside *= 3 / inside.norm()  # a residual counts as no shorter than 1/64 of that
+    w, _ = sensitivity(mechanism, inside, private[:0])
+    assert w == pytest.approx(1 / math.sqrt(share), rel=0.01)
+    w, r = sensitivity(mechanism, 1e6 * private[0], private[:0])
+    assert (w, r) == (pytest.approx(1.0, rel=1e-4), pytest.approx(1.0, rel=1e-4))
+
+
+@pytest.mark.parametrize("n", [0, 1, 400])
+def test_biased_gep_has_noise_of_its_clip_in_the_subspace_and_none_outside(n: int) -> None:
+    """On zeros, of a clip that is not 1: N(0, (z·S1)²) in each of k directions."""
+    _, public = matrices(0, 12)
+    z, k, draws = 1.1, 5, 2000
+    mechanism = given(BiasedGEP, rows(public), k, clip=S1)
+    noise, zeros = Noise(seed=4), rows(torch.zeros(n, 40, dtype=torch.float64))
+    assert S1 != 1
+    released = torch.stack(
+        [flat(mechanism.release(mechanism.clipped_sum(zeros), noise, z)) for _ in range(draws)]
+    )
+    basis = block_basis(public, columns(1), [k])
+    inside = released @ basis.T
+    assert (released - inside @ basis).abs().max() < 1e-9
+    variance = (z * S1) ** 2
+    energy = inside.square().mean(0)
+    assert (energy - variance).abs().max() < 5 * variance * math.sqrt(2 / draws)
+    covariance = inside.T @ inside / draws - torch.diag(energy)
+    assert covariance.abs().max() < 6 * variance / math.sqrt(draws)
 
 
 def test_the_noise_has_its_variance_inside_and_outside() -> None:
@@ -277,7 +312,8 @@ def test_noise_is_not_swallowed_by_what_cancels() -> None:
     w = noise.normal(torch.zeros(64, dtype=torch.float64), math.sqrt(2))
     r = noise.normal(torch.zeros(64), math.sqrt(2) * 0.2)
     expected = flat(mechanism.source.made[0].lift(w)) + r
-    assert torch.allclose(released - noiseless, expected, atol=0.01)  # of a noise of 0.28
+    difference = (released - noiseless).double()
+    assert torch.allclose(difference, expected, atol=0.01)  # of a noise of 0.28
 
 
 def test_what_is_measured_is_what_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:

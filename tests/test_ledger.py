@@ -62,6 +62,17 @@ def test_a_fallback_is_remembered_as_a_warning():
     assert "replacing one record is unknown" in unknown
 
 
+def test_replacing_a_record_costs_what_it_does_by_the_books():
+    """The paper's setting of 1,200 steps at σ = 2; and without sampling, twice the sensitivity."""
+    ledger = spent((step_event(2.0, 0.025), 1200))
+    assert ledger.replace_one_epsilon(DELTA) == pytest.approx(3.7176, abs=1e-3)
+    assert ledger.epsilon(DELTA) == pytest.approx(1.8773, abs=1e-3)
+    twice = spent((GaussianDpEvent(2.0), 3)).epsilon(DELTA)
+    assert spent((GaussianDpEvent(4.0), 3)).replace_one_epsilon(DELTA) == pytest.approx(
+        twice, abs=1e-3
+    )
+
+
 def test_epsilon_is_computed_once_per_record_and_delta(pld_evaluations):
     ledger = spent((GaussianDpEvent(5.0), 3))
     first = ledger.epsilon(DELTA)

@@ -520,7 +520,9 @@ def test_outputs_and_labels_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"Wrapper gives losses of shape \(\).*public_loss="):
         public_gradients(mlp(), (x, torch.zeros(N)), labels="real", criterion=Wrapper())(0)
     flat = nn.Sequential(mlp(1), nn.Flatten(0))
-    with pytest.raises(ValueError, match=r"class scores \(samples, classes, …\), got \(11,\)"):
+    with pytest.raises(
+        ValueError, match=r"class scores \(samples, classes, …\), got 'shape \(11,\)'"
+    ):
         public_gradients(flat, x)(0)
 
 

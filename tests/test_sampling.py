@@ -32,6 +32,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpspan.randomness import FreshWorker
 from dpspan.sampling import (
     BatchMemoryManager,
     Draw,
@@ -212,7 +213,7 @@ HANDED = [size or 1 for size in SIZES]  # a stand-in is a batch of one record
 class Numbers(Dataset[Any]):
     """Record i is whatever `make(i)` says."""
 
-    def __init__(self, records: int, make=lambda i: i) -> None:
+    def __init__(self, records: int, make=int) -> None:
         self.records, self.make = records, make
 
     def __len__(self) -> int:
@@ -222,7 +223,7 @@ class Numbers(Dataset[Any]):
         return self.make(index)
 
 
-def scripted(make=lambda i: i, **options: Any) -> tuple[PrivateLoader, list[Piece]]:
+def scripted(make=int, **options: Any) -> tuple[PrivateLoader, list[Piece]]:
     """A loader of SCRIPT and the list of pieces it announces."""
     pieces: list[Piece] = []
     loader = PrivateLoader.from_data_loader(
@@ -441,6 +442,7 @@ def test_the_users_settings_are_kept():
     }
     user = DataLoader(Numbers(9), batch_size=3, shuffle=True, **options)
     loader = PrivateLoader.from_data_loader(user, Scripted(SCRIPT, records=9))
+    assert loader._inner.worker_init_fn == FreshWorker(options.pop("worker_init_fn"))
     for name in [*options, "dataset"]:
         assert getattr(loader._inner, name) == getattr(user, name), name
     assert loader.dataset is user.dataset

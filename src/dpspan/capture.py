@@ -27,6 +27,7 @@ from dpspan.errors import CaptureError
 from dpspan.gradients import PerSampleGradients, carried_names
 from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
+from dpspan.layers.recurrent import Terms, is_of_opacus, is_recurrent, sequences, step_by_step
 from dpspan.layers.terms import Rows, Term
 from dpspan.layout import (
     FEW,
@@ -42,7 +43,7 @@ from dpspan.layout import (
     samples_of,
 )
 from dpspan.numerics import exact
-from dpspan.randomness import evaluating, left_as_found, without_dropout
+from dpspan.quiet import evaluating, on_the_side, without_dropout
 from dpspan.trial import differences, made_up_losses, plain_gradients
 
 Quiet = Callable[[], AbstractContextManager[None]]
@@ -230,16 +231,24 @@ class Capture:
             return
         seen.add(module)
         own, rule = self._own(module), rule_for(module)
+        if own and rule is None and is_of_opacus(module):
+            raise CaptureError(
+                f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
+                "have the batch in front: use torch's own, or dpspan.fix(model)."
+            )
         # Without a rule, its forward may use its own and its children's parameters in any way, so
         # torch.func takes the whole subtree.
         unit = path in self._units or (own and rule is None)
         if unit or (not path and rule is None):  # the model itself may have to become a unit later
             if module not in self._generic:
-                module.forward = _Forward(self, path, module)
-                self._generic.append(module)
+                self._stand_in(path, module)
             stand_in = vars(module)["forward"]
             stand_in.unit, stand_in.forced = unit, path in self._units
             if unit:
+                for name, part in module.named_modules(prefix=path):
+                    if part not in seen and is_recurrent(part):
+                        self._stand_in(name, part)
+                        seen.add(part)
                 return
         elif own and rule is not None:
             layer = _Layer(self, path, rule)
@@ -254,11 +263,23 @@ class Capture:
         for name, child in module.named_children():
             self._attach(f"{path}.{name}" if path else name, child, seen)
 
+    def _stand_in(self, path: str, module: nn.Module) -> None:
+        module.forward = _Forward(self, path, module)
+        self._generic.append(module)
+
     def _own(self, module: nn.Module) -> bool:
         """Whether a module has trainable parameters of its own."""
         return any(p in self._names for p in _own_parameters(module))
 
     # -- how the model has to be taken ----------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan a call of the model that is about to come."""
+        stand_in = vars(self.model).get("forward")
+        if isinstance(stand_in, _Forward) and self.active:
+            self._enter(self.model, args, kwargs)
+            stand_in.plan(args, kwargs)
+            self._leave()
 
     def plan(self, forward: Callable[..., Any], call: Call) -> None:
         """Find out, at a kind of call that is new, which modules have to be taken as a whole."""
@@ -306,7 +327,11 @@ class Capture:
     def _decide(self, layout: Layout, forward: Callable[..., Any], call: Call) -> None:
         """Take as a whole what holds a layer that sees anything but samples, and try it out."""
         seen = layout.seen
-        owners = {p: m for p, m in self.model.named_modules() if p in seen and self._own(m)}
+        owners = {
+            path: module
+            for path, module in self.model.named_modules()
+            if path in seen and self._own(module) and not is_recurrent(module)
+        }
         without_rule = {path for path, module in owners.items() if rule_for(module) is None}
         for path in owners:
             if not (seen[path].fits_unit if path in without_rule else seen[path].fits_rule):
@@ -349,7 +374,7 @@ class Capture:
                 return forward(*args, **kwargs)
 
         def losses(run: Callable[..., Any], seed: int, quiet: Quiet) -> Tensor | None:
-            with quiet(), left_as_found(model, seed):
+            with quiet(), on_the_side(model, seed):
                 return made_up_losses(run(*args, **kwargs), rows, self._views)
 
         for quiet in (without_dropout, lambda: evaluating(model)):
@@ -373,11 +398,11 @@ class Capture:
             return error
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model raises when it is given more than it expects
-            what = error if isinstance(error, RuntimeError | ValueError) else type(error).__name__
+        except Exception as error:  # its text may show private data
             return CaptureError(
                 f"{type(model).__name__} cannot be run so that the gradients of its samples stay "
-                f"apart: {what}"
+                f"apart ({type(error).__name__}): have a module own what its forward uses, and "
+                "give inputs that all samples share a first dimension of 1."
             )
         rows_of = torch.diag(1 / weights) if plain.dim() else torch.ones(1, FEW)
         different = {
@@ -584,19 +609,29 @@ class _Layer:
             # own, or the layers behind could not work in place on it.
             x, output = (y.expand(samples, *y.shape[batch == ONE :]) for y in (x, output))
             output = output.contiguous()
-        version = x._version
+        unchanged = _unchanged(self._path, x)
 
         def receive(grad: Tensor) -> None:
-            if x._version != version:
-                raise CaptureError(
-                    f"The input of '{self._path}' was modified in place after the layer used it. "
-                    "Use the out-of-place form of that operation."
-                )
+            unchanged()
             for name, term in self._rule(module, x, grad.movedim(batch, 0) if batch > 0 else grad):
                 if name in hidden:
                     self._capture.add(hidden[name], term, self._path, folds)
 
         return self._capture.listen(output, self._path, receive)
+
+
+def _unchanged(path: str, *inputs: Tensor) -> Callable[[], None]:
+    """A check that inputs which a layer has used are still what they were."""
+    versions = [x._version for x in inputs]
+
+    def check() -> None:
+        if versions != [x._version for x in inputs]:
+            raise CaptureError(
+                f"The input of '{path}' was modified in place after the layer used it. "
+                "Use the out-of-place form of that operation."
+            )
+
+    return check
 
 
 class _Forward:
@@ -611,6 +646,8 @@ class _Forward:
         self.forced = False  # for the sake of layers inside
         self._users = vars(module).get("forward")  # a forward pass given to this very module
         self._forward: Callable[..., Any] = self._users or _own_forward(module)
+        self.inner = getattr(self._forward, "inner", self._forward)  # below other stand-ins
+        self._recurrent = is_recurrent(module)
 
     def restore(self) -> None:
         """Give the module its forward pass back."""
@@ -621,8 +658,9 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         capture = self.capture
-        if capture.active and not self._path:
-            capture.plan(self._forward, (args, kwargs))
+        if self._recurrent and (capture.active or capture._inside_generic):
+            return self._step_by_step(*args, **kwargs)
+        self.plan(args, kwargs)
         if not capture.active or not self.unit:
             return self._forward(*args, **kwargs)
         if capture.samples == 0:  # nothing to vectorise over, and no gradient to record
@@ -635,6 +673,11 @@ class _Forward:
             raise
         except (RuntimeError, ValueError) as error:
             raise _At({self._path}, self._refusal(error)) from error
+
+    def plan(self, args: Any, kwargs: Any) -> None:
+        """Of the model itself: find out how it has to be taken."""
+        if self.capture.active and not self._path and not self._recurrent:
+            self.capture.plan(self._forward, (args, kwargs))
 
     def _refusal(self, error: Exception) -> str:
         seen = self.capture.known()
@@ -681,6 +724,34 @@ class _Forward:
         """Part of the graph, so that a backward pass has somewhere to go."""
         return self.capture.listen(x, self._path, _nothing) if x.is_floating_point() else x
 
+    def _step_by_step(self, *args: Any, **kwargs: Any) -> Any:
+        capture, module = self.capture, self._module
+        weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if not capture.active:  # torch.func vectorises these steps, but no fused kernel
+            return step_by_step(module, weights, lambda x, _: x, *args, **kwargs)
+        found = sequences(module, args[0] if args else kwargs["input"])
+        if found != capture.samples:
+            raise CaptureError(
+                f"Layer '{self._path}' ({type(module).__name__}) saw {found} samples, the batch "
+                f"has {capture.samples}. Its input must be the whole batch: of shape (samples, "
+                "steps, features) if it is built with batch_first=True, which is not the default, "
+                "(steps, samples, features) if it is not, (samples, features) for a cell."
+            )
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        unchanged = _unchanged(self._path, *given)
+
+        def listen(output: Tensor, terms: Terms) -> Tensor:
+            def receive(grad: Tensor) -> None:
+                unchanged()
+                for name, term in terms(grad):
+                    if name in weights and weights[name].requires_grad:
+                        capture.add(weights[name], term, self._path)
+
+            return capture.listen(output, self._path, receive)
+
+        hidden = {name: weight.detach() for name, weight in weights.items()}
+        return step_by_step(module, hidden, listen, *args, **kwargs)
+
     # A copy of the model is an ordinary model: its forward is its class's again.
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         return _own_forward(memo[id(self._module)])
@@ -717,16 +788,22 @@ def _own_forward(module: nn.Module) -> MethodType:
 
 
 class Hook:
-    """A hook that stays behind when the model is copied or pickled."""
+    """A hook that stays behind when the model is copied or pickled; `copied` takes its place."""
 
-    def __init__(self, function: Callable[..., Any], capture: Capture | None = None) -> None:
-        self._function, self.capture = function, capture
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        capture: Capture | None = None,
+        *,
+        copied: Callable[..., None] | None = None,
+    ) -> None:
+        self._function, self.capture, self._copied = function, capture, copied or _nothing
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return self._copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()

@@ -1,6 +1,7 @@
 """The certificate: what a run guarantees and how it was spent, as one strict JSON document."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dpspan.accounting import pld_interval
+from dpspan.checks import shown
 from dpspan.events import event_to_json
 from dpspan.files import replacing
 from dpspan.ledger import Ledger
+from dpspan.promises import check_promised_delta, weaknesses
 
 FORMAT = "dpspan.certificate"
 VERSION = 1
@@ -45,6 +48,8 @@ def certificate(
         (True, 100, 'add or remove one record')
     """
     spending = ledger.spending(delta)  # first: it may add a warning
+    check_promised_delta("delta", spending.delta)
+    weak = weaknesses(spending.epsilon, spending.delta)
     budget = ledger.budget
     fallback = spending.accountant != ledger.accountant
     interval = None
@@ -59,6 +64,7 @@ def certificate(
         "epsilon": spending.epsilon,
         "delta": spending.delta,
         "adjacency": adjacency,
+        "discloses_number_of_records": ledger.discloses_records,
         "budget": None if budget is None else asdict(budget),
         "accountant": {
             "chosen": ledger.accountant,
@@ -76,10 +82,30 @@ def certificate(
             {"name": r.name, "count": r.count, "sha256": r.digest, "detail": r.detail}
             for r in ledger.public
         ],
-        "warnings": list(ledger.warnings),
+        "warnings": list(dict.fromkeys([*ledger.warnings, *weak])),
         "versions": _versions(),
     }
     return {key: _plain(key, value) for key, value in document.items()}
+
+
+def weights_sha256(weights: Mapping[str, Any]) -> str:
+    """SHA-256 over a state_dict: name, dtype, shape and bytes of each tensor, sorted by name.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.certificate import weights_sha256
+        >>> weights_sha256({"weight": torch.zeros(2)})[:8]
+        '0b15b00b'
+    """
+    import torch  # here: a fit of a table needs none
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:
@@ -135,5 +161,5 @@ def _plain(where: str, value: Any) -> Any:
         return number if math.isfinite(number) else "infinity" if number > 0 else "-infinity"
     raise ValueError(
         f"Cannot put {where} into the certificate: expected text, numbers, lists and mappings, "
-        f"got {value!r} of type {type(value).__name__}."
+        f"got {shown(value)}."
     )

@@ -53,12 +53,12 @@ def load_file(path: str | Path | BinaryIO, keys: set[str]) -> dict[str, Any]:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             state = json.loads((file.metadata() or {})[_STATE])
             content = {name: _decode(value, file) for name, value in state.items()}
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a complete dpspan checkpoint (truncated, or another file): {error}. "
-            "Restore it from a copy, or remove it and train anew (`dpspan train CONFIG --resume`): "
-            "what was spent stays spent."
-        ) from error
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} is not a complete dpspan checkpoint (truncated, or another file). Restore it "
+            "from a copy, or remove it and train anew (`dpspan train CONFIG --resume`): what was "
+            "spent stays spent."
+        ) from None
     if set(content) != keys:
         raise ValueError(f"{path} is not a dpspan checkpoint: expected the entries {sorted(keys)}.")
     return content

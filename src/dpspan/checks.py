@@ -1,14 +1,33 @@
-"""Checks of arguments: a refusal says what was expected and what came."""
+"""Checks of arguments: a refusal says what was expected and what came, and never shows data."""
 
+import difflib
 import math
+from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
+
+_LONGEST = 60  # of a text that may be shown
 
 
 def expect(holds: bool, what: str, value: Any) -> None:
     """ValueError naming `what` was expected, unless it holds."""
     if not holds:
-        raise ValueError(f"Expected {what}, got {value!r}.")
+        raise ValueError(f"Expected {what}, got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """What a message may say of a value: a setting itself, of all that may be data its kind."""
+    short = isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+    if value is None or short or isinstance(value, Real | type):
+        return repr(value)
+    size = f" of {len(value)}" if isinstance(value, list | tuple | str | dict | set) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """A hint for whoever misspelt one of the names, which may be data and are not listed."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def check_number(name: str, value: Any) -> float | int:

@@ -30,8 +30,9 @@ def encode(
 ) -> Encoded:
     """The private dataset as the layer sees it: train only what follows the layer on it.
 
-    Each record's place holds what the layer makes of this record alone, so private training on it
-    has the guarantee of private training on the records. Copies of the layer's public samples are
+    Each record's place holds what the layer makes of this record alone (but for rounding, which
+    may depend on its place in a batch), so private training on it has the guarantee of private
+    training on the records. Copies of the layer's public samples are
     refused here, and `make_private` puts those samples on the certificate: give it a loader of
     what this returns, of a Subset of it, or of several in a ConcatDataset. Through a wrapper of
     your own the certificate would not know; tell it by `engine.ledger.declare_public`.

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -14,21 +15,26 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from dpspan.accounting import Budget, calibrate_event
 from dpspan.capture import captures_on
-from dpspan.certificate import certificate, write_certificate
+from dpspan.certificate import certificate, weights_sha256, write_certificate
 from dpspan.checkpoint import load_file, save_file
 from dpspan.checks import check_count
-from dpspan.criterion import check_reduction, watch
+from dpspan.collation import check_collation
+from dpspan.criterion import check_criterion
 from dpspan.encoded import encodings
+from dpspan.errors import CaptureError
 from dpspan.events import step_event
-from dpspan.ledger import Ledger
+from dpspan.ledger import RECORDS_TOLD, Ledger
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.noise import Noise
 from dpspan.overlap import refuse_overlap
 from dpspan.patches import PublicLayer
-from dpspan.private_step import PrivateStep, check_optimizer
+from dpspan.private_step import PrivateStep, check_device, check_optimizer
+from dpspan.processes import refuse_several_processes
+from dpspan.promises import warn_of_weaknesses, weaknesses
 from dpspan.public import PublicData
 from dpspan.sampling import (
     Draw,
@@ -41,10 +47,17 @@ from dpspan.sampling import (
 )
 from dpspan.transfer import WarmStart
 from dpspan.validation import validate
+from dpspan.wrappers import refuse_wrappers, watch_for_wrappers
 
 _logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_RECORDS_TOLD = (
+    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
+    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
+    "configuration)"
+)
 
 
 class PrivacyEngine:
@@ -95,7 +108,7 @@ class PrivacyEngine:
         if secure_mode:
             raise ValueError(
                 "secure_mode=True (noise from a cryptographic generator) is not available. Noise "
-                "comes from torch's generator, seeded from OS entropy; see docs/privacy.md for "
+                "comes from an ordinary generator, seeded from OS entropy; see docs/privacy.md for "
                 "what that does and does not cover."
             )
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
@@ -140,7 +153,8 @@ class PrivacyEngine:
             loss_reduction: 'mean' or 'sum', how the loss you call backward() on treats the batch.
             poisson_sampling: False assigns each record to one batch per epoch instead; an epoch
                 then costs one Gaussian without amplification by sampling.
-            sample_rate: q, if not batch size / dataset size; a public constant.
+            sample_rate: q, a public constant. Without it q is batch size / dataset size, which
+                tells the number of records, and the certificate says so.
             expected_batch_size: L, if not the loader's batch size; a public constant.
             max_physical_batch_size: most samples to process at once.
             views: the model sees this many rows for each record, one after the other (augmented
@@ -171,16 +185,21 @@ class PrivacyEngine:
                 "This engine already trains a model. Make another one with ledger=engine.ledger, "
                 "so that both spend from the same budget."
             )
+        refuse_several_processes()
+        refuse_wrappers(module)
         _check_noise(noise_multiplier, non_private)
         check_count("views", views)
         draw = _draw(data_loader, poisson_sampling, sample_rate)
         method = _with_clip(method, max_grad_norm)
-        check_reduction(criterion, loss_reduction)
+        check_criterion(criterion, loss_reduction, module)
         validate(module)
+        check_device(module)
         check_optimizer(optimizer, module)
-        lot_size = float(min(data_loader.batch_size or 0, draw.records))
+        lot_size = float(data_loader.batch_size or 0)
         if expected_batch_size is not None:
             lot_size = float(expected_batch_size)
+        elif sample_rate is None:  # both from the data, and the certificate says so
+            lot_size = min(lot_size, float(draw.records))
         if not 0 < lot_size < math.inf:
             raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
         if captures_on(module) or _is_private(optimizer):
@@ -209,6 +228,7 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             generator=None if seed is None else np.random.default_rng(seed),
         )
+        check_collation(data_loader, self._warn)
         if warm_start is not None:  # last: whatever can be refused has been
             self._warm_start(warm_start, module, criterion, data_loader)
         for data in mechanism.public:
@@ -236,12 +256,20 @@ class PrivacyEngine:
             lot_size=lot_size,
             views=views,
             mean_loss=loss_reduction == "mean",
+            criterion=criterion,
+            refuse_seeds=loader.refuse_seeds,
             charge=charge,
             warn=self._warn,
         )
-        loader.on_piece = lambda piece: step.on_piece(
-            piece, new_epoch=piece.first and loader.position == 0
-        )
+
+        def on_piece(piece: Piece) -> None:
+            refuse_several_processes()  # torch.distributed may have been initialised since
+            step.on_piece(piece, new_epoch=piece.first and loader.position == 0)
+
+        loader.on_piece = on_piece
+        loader.on_batch = step.guard.hand_over
+        if sample_rate is None:
+            self.ledger.warn(_RECORDS_TOLD)
         if isinstance(draw, PartitionDraw):
             self.ledger.warn(
                 "batches were a partition of the data, not Poisson samples: each epoch is "
@@ -259,10 +287,8 @@ class PrivacyEngine:
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
-        handle = None
-        if criterion is not None:
-            handle = watch(criterion, loss_reduction, samples=lambda: step.samples)
-        self._run = _Run(noise_multiplier, description, loader, mechanism, step, handle)
+        watcher = watch_for_wrappers(module)
+        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step, watcher)
         _logger.info("dpspan: %s", description)
         return module, optimizer, loader
 
@@ -316,6 +342,8 @@ class PrivacyEngine:
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
         draw = _draw(data_loader, poisson_sampling, sample_rate)
+        told = draw.records if sample_rate is None else None  # else their number is no one's
+        warn_of_weaknesses(target_epsilon, target_delta, told)
         events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
         noise_multiplier = calibrate_event(
             lambda z: _event(draw, z), events, budget, spent=self.ledger
@@ -342,6 +370,8 @@ class PrivacyEngine:
             warm_start=warm_start,
         )
         self.ledger.budget = budget
+        for sentence in weaknesses(None, target_delta, told):
+            self.ledger.warn(sentence)
         self.ledger.reserve(_event(draw, noise_multiplier), events)
         return result
 
@@ -360,8 +390,19 @@ class PrivacyEngine:
         return self._running().noise_multiplier
 
     def certificate(self, delta: float | None = None) -> dict[str, Any]:
-        """What was spent and how, as a JSON document."""
-        return certificate(self.ledger, delta=delta, training=self._running().description)
+        """What was spent and how, as a JSON document.
+
+        `training.weights_sha256` tells which weights it is about: see
+        `dpspan.certificate.weights_sha256`.
+        """
+        run = self._running()
+        run.guard.warn_of_unknowns()
+        try:
+            run.guard.review()
+        except CaptureError as error:
+            self.ledger.invalidate(str(error))
+        training = {**run.description, "weights_sha256": run.weights_digest()}
+        return certificate(self.ledger, delta=delta, training=training)
 
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
         """Write `certificate()` to a file."""
@@ -389,6 +430,7 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """The ledger, where the sampler stands and the method's state; never a noise generator."""
         run = self._running()
+        run.guard.review()
         return {
             "format": "dpspan.engine.1",
             "run": run.description,
@@ -420,6 +462,7 @@ class PrivacyEngine:
             run.mechanism.load_state_dict(state["mechanism"])
             run.loader.load_state_dict(state["loader"])
             self.ledger.load_state_dict(state["ledger"])
+            run.guard.forget_weights()
         except Exception:
             run.mechanism.load_state_dict(mechanism)
             run.loader.load_state_dict(loader)
@@ -497,23 +540,34 @@ class _Run:
         self,
         noise_multiplier: float,
         description: dict[str, Any],
+        module: nn.Module,
         loader: PrivateLoader,
         mechanism: Mechanism,
         step: PrivateStep,
-        criterion_hook: Any,
+        watcher: RemovableHandle,
     ) -> None:
         self.noise_multiplier = noise_multiplier
         self.description = description
         self.loader = loader
         self.mechanism = mechanism
+        self.guard = step.guard
+        self._module = module
         self._step = step
-        self._criterion_hook = criterion_hook
+        self._watcher = watcher
+        self._digest: str | None = None
+
+    def weights_digest(self) -> str:
+        """Of the weights now, or as the run left them."""
+        return self._digest or weights_sha256(self._module.state_dict())
 
     def remove(self) -> None:
+        if self._digest is None:
+            self._digest = self.weights_digest()
+            with suppress(CaptureError):  # told again whenever something is saved or certified
+                self.guard.review()
         self._step.remove()
         self.loader.on_piece = _refuse
-        if self._criterion_hook is not None:
-            self._criterion_hook.remove()
+        self._watcher.remove()
 
 
 def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:

@@ -74,8 +74,8 @@ def event_from_json(data: Any) -> DpEvent:
     fields = {name: _field_from_json(value) for name, value in data.items() if name != "kind"}
     try:
         event = _KINDS[data["kind"]](**fields)
-    except TypeError as error:
-        raise ValueError(f"Expected the fields of a {data['kind']}: {error}.") from error
+    except TypeError:
+        raise ValueError(f"Expected the fields of a {data['kind']}, got others.") from None
     event_to_json(event)  # checks the numbers
     return event
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import safetensors
 
+_FOLDERS_CAN_BE_OPENED = os.name == "posix"
+
 
 @contextlib.contextmanager
 def replacing(path: Path, *, what: str) -> Iterator[Path]:
@@ -30,10 +32,11 @@ def replacing(path: Path, *, what: str) -> Iterator[Path]:
                 shutil.copymode(path, temporary)
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
+            _sync(temporary, os.O_RDWR)  # or a crash could leave an empty file under the new name
             temporary.chmod(mode)  # safetensors puts a file of its own in its place
-            _sync(temporary)  # or a crash could leave an empty file under the new name
             temporary.replace(path)
-            _sync(path.parent)
+            if _FOLDERS_CAN_BE_OPENED:
+                _sync(path.parent, os.O_RDONLY)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -45,8 +48,8 @@ def replacing(path: Path, *, what: str) -> Iterator[Path]:
         ) from error
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:

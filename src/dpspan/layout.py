@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
 
-from dpspan.randomness import evaluating, left_as_found, without_dropout
+from dpspan.quiet import evaluating, on_the_side, without_dropout
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Pair = tuple[torch.Size, torch.Size]  # of one tensor, with fewer and with more samples
@@ -227,7 +227,7 @@ class _Cuts:
             if name
         ]
         try:
-            with left_as_found(self.module, seed), quiet():
+            with on_the_side(self.module, seed), quiet():
                 output = self.forward(*args, **kwargs)
         finally:
             for handle in handles:

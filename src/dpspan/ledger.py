@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import secrets
 from collections.abc import Mapping
 from typing import Any, Never
@@ -23,7 +24,13 @@ from dpspan.checks import check_count, check_delta, expect
 from dpspan.errors import BudgetExceeded
 from dpspan.events import event_from_json, event_to_json
 
+RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
 _STATE_VERSION = 2
+_COPIED = (
+    "A ledger cannot be copied or sent to another process: what is charged to the copy would be "
+    "missing here. Charge in one process (n_jobs=1, no fork), or move the record with state_dict "
+    "and load_state_dict."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +61,7 @@ class Ledger:
     def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:
         self.accountant = check_accountant(accountant)
         self._budget = budget
+        self._process = os.getpid()
         self._mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
         # Of these the keys count: each once, in order.
@@ -96,6 +104,11 @@ class Ledger:
         return tuple(self._warnings)
 
     @property
+    def discloses_records(self) -> bool:
+        """Whether something here was derived from the number of records, and tells it."""
+        return any(warning.startswith(RECORDS_TOLD) for warning in self._warnings)
+
+    @property
     def invalid(self) -> tuple[str, ...]:
         """Why the run is not private, whatever ε says; empty for a private run."""
         return tuple(self._invalid)
@@ -107,6 +120,8 @@ class Ledger:
 
     def charge(self, event: DpEvent, count: int = 1) -> None:
         """Record `count` releases about to happen; BudgetExceeded, and no record, if too dear."""
+        if os.getpid() != self._process:
+            raise RuntimeError(_COPIED)
         event, count = self._own(event), check_count("count", count)
         self._check_affordable(event, count, look_ahead=True)
         if self._headroom is not None:
@@ -165,11 +180,7 @@ class Ledger:
         self._public[PublicRecord(name=name, digest=digest, count=count, detail=detail)] = None
 
     def __reduce__(self) -> Never:
-        raise TypeError(
-            "A ledger cannot be copied or sent to another process: what is charged to the copy "
-            "would be missing here. Charge in one process (n_jobs=1), or move the record with "
-            "state_dict and load_state_dict."
-        )
+        raise TypeError(_COPIED)
 
     def state_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""

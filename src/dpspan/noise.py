@@ -1,71 +1,76 @@
-"""Gaussian noise from a generator of its own."""
+"""Gaussian noise from a generator of its own, in float64.
+
+A float32 generator has no tail: torch's ends at 5.77 σ on a CPU, and whatever lies beyond would
+tell for sure that a record took part. So noise is drawn and added in float64, then rounded.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Where torch's CPU generator keeps the words of its Mersenne twister: see `_fill_state`.
-_STATE_OFFSET, _STATE_WORDS = 24, 624
+_STREAMS = 4  # independent generators of a CPU; a constant, so that a seed fixes the numbers
+_LONG = 1 << 16  # numbers from which on the streams are filled side by side
 
 
 class Noise:
     """Draws the noise of one training run.
 
-    The generator is seeded from OS entropy, shared with nothing else, and never saved: a resumed
-    run draws fresh noise. A fixed `seed` is for debugging, and makes the run not private.
+    Generators are seeded from OS entropy, shared with nothing else (not with a forked process
+    either), and never saved: a resumed run draws fresh noise. A fixed `seed` is for debugging, and
+    makes the run not private.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._process = os.getpid()
+        self._streams: list[np.random.Generator] = []
+        self._on_devices: dict[torch.device, torch.Generator] = {}
 
     def add(self, parts: dict[str, Tensor], std: float) -> dict[str, Tensor]:
         """Each part plus independent N(0, std²) noise, drawn for all of them at once."""
         sizes = [part.numel() for part in parts.values()]
         flat = torch.cat([part.flatten() for part in parts.values()])
-        pieces = flat.add_(self.normal(flat, std)).split(sizes)
+        pieces = self.normal(flat, std).add_(flat).to(flat.dtype).split(sizes)
         return {
             name: piece.view_as(part)
             for (name, part), piece in zip(parts.items(), pieces, strict=True)
         }
 
     def normal(self, like: Tensor, std: float) -> Tensor:
-        """Independent N(0, std²) numbers in the shape, dtype and device of `like`."""
-        if like.device not in self._generators:
-            self._generators[like.device] = _generator(like.device, self.seed)
-        generator = self._generators[like.device]
-        return torch.randn(
-            like.shape, generator=generator, dtype=like.dtype, device=like.device
-        ).mul_(std)
+        """Independent N(0, std²) numbers in float64, with the shape and device of `like`."""
+        if os.getpid() != self._process:  # forked: the other process goes on with these generators
+            self._process, self._streams, self._on_devices = os.getpid(), [], {}
+        if like.device.type == "cpu":
+            numbers = torch.from_numpy(self._on_cpu(like.numel())).view(like.shape)
+        else:
+            numbers = torch.randn(
+                like.shape,
+                generator=self._on_device(like.device),
+                dtype=torch.float64,
+                device=like.device,
+            )
+        return numbers.mul_(std)
 
+    def _on_cpu(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        if not self._streams:  # 128 bits of OS entropy; torch's CPU generator keeps 32 of any seed
+            self._streams = np.random.default_rng(self.seed).spawn(_STREAMS)
+        if count < _LONG:
+            return self._streams[0].standard_normal(count)
+        numbers = np.empty(count)
+        parts = np.array_split(numbers, _STREAMS)
+        with ThreadPoolExecutor(min(_STREAMS, torch.get_num_threads())) as threads:
+            jobs = zip(self._streams, parts, strict=True)
+            list(threads.map(lambda job: job[0].standard_normal(out=job[1]), jobs))
+        return numbers
 
-def _generator(device: torch.device, seed: int | None) -> torch.Generator:
-    generator = torch.Generator(device)
-    if seed is not None:
-        return generator.manual_seed(seed)
-    generator.manual_seed(secrets.randbits(63))
-    if device.type == "cpu":
-        _fill_state(generator)
-    return generator
-
-
-def _fill_state(generator: torch.Generator) -> None:
-    """Fill the whole state of a CPU generator from OS entropy.
-
-    The Mersenne twister takes only 32 bits of its seed: few enough to try them all, and with a
-    guess of one gradient an adversary would find all noise. (A GPU's generator takes 64.)
-    """
-    state = generator.get_state().numpy()
-    words = state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)
-    if words[0] != generator.initial_seed() % 2**32:
-        raise RuntimeError(
-            f"torch {torch.__version__} keeps the state of its generator in an unknown way, so it "
-            "cannot be seeded securely. Use a torch version that dpspan supports."
-        )
-    words[:] = np.frombuffer(os.urandom(4 * _STATE_WORDS), dtype=np.uint32)
-    generator.set_state(torch.from_numpy(state))
+    def _on_device(self, device: torch.device) -> torch.Generator:
+        if device not in self._on_devices:
+            seed = secrets.randbits(63) if self.seed is None else self.seed
+            self._on_devices[device] = torch.Generator(device).manual_seed(seed)
+        return self._on_devices[device]

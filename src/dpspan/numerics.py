@@ -12,11 +12,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+_TF32 = 2.0**-11  # relative rounding of a factor
+_LOW_BITS = 13  # of a float32, that TF32 does not have
+# Tensor cores round sums towards zero, which adds up: 7·10⁻⁹ of the sum for each term of one sign,
+# as measured on an H200. Between blocks of so many terms sums are rounded to the nearest.
+_EXACT_TERMS = 2048
+_SYMMETRIC_BLOCK = 512
 _BLOCK = 256  # squares summed in working precision before float64 takes over
 
 # Relative rounding of the factors under each setting of torch's float32 precision.
@@ -24,8 +30,8 @@ _FACTOR_ROUNDING = {
     "none": 0.0,
     "ieee": 0.0,
     "highest": 0.0,
-    "high": 2.0**-11,
-    "tf32": 2.0**-11,
+    "high": _TF32,
+    "tf32": _TF32,
     "medium": 2.0**-8,
     "bf16": 2.0**-8,
 }
@@ -75,6 +81,12 @@ class Arithmetic:
             settings.append(torch.get_float32_matmul_precision())
         return cls(2.0**-24, max(_FACTOR_ROUNDING.get(name, 2.0**-8) for name in settings))
 
+    @classmethod
+    def precise(cls, x: Tensor) -> Arithmetic:
+        """The arithmetic of `product` and `minus_product`, whatever torch is set to."""
+        now = cls.of(x)
+        return cls(now.unit, 2.0**-20 if _splits(x, now) else 0.0)
+
     def product(self, terms: int) -> float:
         """Bound of the error of a dot product of `terms` terms, relative to Σ|x_i||y_i|."""
         return 2 * self.factor + (terms + 2) * self.unit
@@ -88,6 +100,102 @@ class Arithmetic:
     def norm(self) -> float:
         """Relative error bound of `squared_norms`."""
         return (_BLOCK + 8) * self.unit
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as precise as IEEE float32, also where torch would round the factors.
+
+    Differences of long vectors, and eigenvalues far below the largest, need it. On a GPU with TF32
+    each factor is split in two that TF32 takes as they are: three products, still several times as
+    fast as one in IEEE float32.
+    """
+    if not _splits(a, Arithmetic.of(a)):
+        with ieee(a):
+            return a @ b
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    return _add_product((a_high @ b_low).addmm_(a_low, b_high), a_high, b_high)
+
+
+def square_product(x: Tensor) -> Tensor:
+    """x xᵀ in the same precision, of which one half is computed where it is large."""
+    if not _splits(x, Arithmetic.of(x)):
+        with ieee(x):
+            return _symmetric(x)
+    high, low = _halves(x)
+    mixed = high @ low.T
+    total = mixed + mixed.T
+    for block in high.split(_EXACT_TERMS, dim=1):
+        total += _symmetric(block)
+    return total
+
+
+def minus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c − a @ b in the same precision."""
+    if not _splits(a, Arithmetic.of(a)):
+        with ieee(a):
+            return torch.addmm(c, a, b, alpha=-1.0)
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    rest = torch.addmm(c, a_high, b_low, alpha=-1.0).addmm_(a_low, b_high, alpha=-1.0)
+    return _add_product(rest, a_high, b_high, sign=-1.0)
+
+
+def _splits(x: Tensor, arithmetic: Arithmetic) -> bool:
+    return x.is_cuda and arithmetic.factor == _TF32
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as a sum of two: the first is a TF32 number, the second 2⁻¹⁰ of it at most.
+
+    What is not finite stays so: Inf − Inf is NaN.
+    """
+    high = x.view(torch.int32).bitwise_and(-(1 << _LOW_BITS)).view(torch.float32)
+    return high, x - high
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, sign: float = 1.0) -> Tensor:
+    """total + sign·a @ b, in place, a number of terms at a time."""
+    pairs = zip(a.split(_EXACT_TERMS, dim=1), b.split(_EXACT_TERMS), strict=True)
+    for left, right in pairs:
+        total.addmm_(left, right, alpha=sign)
+    return total
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    n = x.shape[0]
+    if n < 2 * _SYMMETRIC_BLOCK:
+        return x @ x.T
+    half = n // 2
+    first, second = x[:half], x[half:]
+    corner = first @ second.T
+    upper = torch.cat([_symmetric(first), corner], dim=1)
+    lower = torch.cat([corner.T, _symmetric(second)], dim=1)
+    return torch.cat([upper, lower])
+
+
+@contextlib.contextmanager
+def ieee(like: Tensor) -> Iterator[None]:
+    """Products of float32 take their factors as they are, whatever torch is set to."""
+    if Arithmetic.of(like).factor == 0:
+        yield
+        return
+    # Before torch 2.9 there is the overall setting only.
+    backends: tuple[Any, ...] = (
+        torch.backends.cuda.matmul,
+        getattr(torch.backends.mkldnn, "matmul", None),
+    )
+    named = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    before = [backend.fp32_precision for backend in named]
+    try:
+        overall = torch.get_float32_matmul_precision()
+    except RuntimeError:  # backends were set apart, which leaves the overall setting as it is
+        overall = "highest"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(overall)
+        for backend, precision in zip(named, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -186,7 +186,9 @@ class PatchFeatures(PublicLayer):
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {})[_FORMAT])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()
+                # Copied to where torch's own tensors begin: a product may round by that, too.
+                tensors = {name: file.get_tensor(name).clone() for name in names}
         except (KeyError, SafetensorError) as error:
             raise ValueError(f"{path} holds no {cls.__name__}, or a damaged one.") from error
         data = None if public is None else PublicData.of(public)
@@ -299,7 +301,8 @@ def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor,
         weights = basis / lengths
         basis = torch.cat([p.double().T @ weights for p in scaled.split(_COLUMNS, dim=1)])
     basis = basis / (lengths / lengths[0]) ** whitening
-    return mean, basis.to(scale.dtype) / scale[:, None]
+    # Row by row, as a file has it: a product rounds by its factors' layout.
+    return mean, (basis.to(scale.dtype) / scale[:, None]).contiguous()
 
 
 def _spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:

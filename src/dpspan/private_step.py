@@ -36,6 +36,8 @@ class PrivateStep:
         lot_size: float,
         views: int,
         mean_loss: bool,
+        criterion: nn.Module | None,
+        refuse_seeds: Callable[[], None],
         charge: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
@@ -47,11 +49,22 @@ class PrivateStep:
         self._lot_size = lot_size
         self._views = views
         self._mean_loss = mean_loss
+        self._refuse_seeds = refuse_seeds
         self._charge = charge
-        self._guard = Guard(module, self._capture, views=views, mean_loss=mean_loss, warn=warn)
+        self.guard = Guard(
+            module,
+            self._capture,
+            criterion=criterion,
+            views=views,
+            mean_loss=mean_loss,
+            warn=warn,
+        )
         self._piece: Piece | None = None
         self._total: Sums | None = None
-        self._step_hook = optimizer.register_step_pre_hook(self.before_step)
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(lambda *_: self.guard.stepped()),
+        ]
 
     def on_piece(self, piece: Piece, *, new_epoch: bool = False) -> None:
         """A piece of a batch is about to be handed to the training loop."""
@@ -67,7 +80,7 @@ class PrivateStep:
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = None
         self._piece = piece
-        self._guard.expect(piece.samples)
+        self.guard.expect(piece.samples, new_epoch=new_epoch)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped.
         self._capture.expect(
@@ -93,9 +106,10 @@ class PrivateStep:
             return None
 
         def private_closure() -> Any:
-            loss = closure()
+            closure()
             self._finish_piece()
-            return loss
+            # The loss has no noise: an optimizer that acts on it must not get it.
+            return torch.full((), torch.nan)
 
         return (args[0], private_closure), {k: v for k, v in kwargs.items() if k != "closure"}
 
@@ -107,9 +121,10 @@ class PrivateStep:
                 "optimizer.step() without a fresh batch. Each step takes one batch from the "
                 "private loader: iterate over the loader that make_private returned."
             )
+        self._refuse_seeds()
         scale = max(piece.samples, 1) if self._mean_loss else 1
         gradients = self._capture.collect(scale=scale)
-        self._guard.check()
+        self.guard.check()
         part = self._mechanism.clipped_sum(gradients)
         del gradients  # what they were made of is not needed any more
         if self._total is None:
@@ -132,9 +147,22 @@ class PrivateStep:
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer."""
-        self._step_hook.remove()
-        self._guard.remove()
+        for hook in self._step_hooks:
+            hook.remove()
+        self.guard.remove()
         self._capture.remove()
+
+
+def check_device(module: nn.Module) -> None:
+    """Refuse a device without float64 (Apple's MPS): norms and noise are computed in it."""
+    for name, parameter in module.named_parameters():
+        try:
+            parameter.new_zeros(1, dtype=torch.float64)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"Parameter '{name}' is on {parameter.device}, which has no float64 ({error}). "
+                "Norms and noise need it: move the model to the CPU or to a CUDA device."
+            ) from error
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:

@@ -270,10 +270,10 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, tuple | list):
         return tuple(_plain(value) for value in tree)
     if not isinstance(tree, Tensor) or tree.dim() == 0:
-        what = "a tensor without dimensions" if isinstance(tree, Tensor) else repr(tree)[:40]
+        what = "tensor without dimensions" if isinstance(tree, Tensor) else type(tree).__name__
         raise TypeError(
             "Expected batches of public data to hold tensors with the samples in the first "
-            f"dimension, got {what}. Give a DataLoader whose collate_fn makes such tensors."
+            f"dimension, got a {what}. Give a DataLoader whose collate_fn makes such tensors."
         )
     tensor = tree.detach().cpu()
     # Worker processes hand over shared memory, of which a process can hold only so many handles.

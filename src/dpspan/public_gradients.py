@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dpspan.checks import check_count, expect
+from dpspan.checks import check_count, expect, shown
 from dpspan.errors import DPSpanError
 from dpspan.gradients import PerSampleGradients
 from dpspan.per_sample import per_sample_gradients
 from dpspan.public import PublicData, move
-from dpspan.randomness import left_as_found
+from dpspan.randomness import seeded
 from dpspan.sample_losses import SampleCriterion, call, check_classes, shapes, takes_classes
 
 # One seed serves several purposes; each draws from a stream of its own.
@@ -120,7 +120,7 @@ def labels_of(value: str | Labels) -> Labels:
     if not isinstance(value, Labels):
         raise ValueError(
             "Expected public_labels to be 'random', 'redrawn', 'real', RandomLabels(redraw=…, "
-            f"seed=…) or RealLabels(), got {value!r}."
+            f"seed=…) or RealLabels(), got {shown(value)}."
         )
     return value
 
@@ -130,7 +130,7 @@ Draw = Callable[[np.random.Generator, int, Tensor], Tensor]
 
 def _classes(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
     shape = tuple(outputs.shape)
-    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", shape)
+    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", f"shape {shape}")
     return torch.from_numpy(generator.integers(shape[1], size=(count, *shape[2:])))
 
 
@@ -289,7 +289,7 @@ class PublicGradients:
 
     def __call__(self, refresh: int) -> PerSampleGradients:
         """The gradients for refresh number `refresh`; leaves the model as it was."""
-        with torch.enable_grad(), left_as_found(self._model, self._model_seed(refresh)):
+        with torch.enable_grad(), _left_as_found(self._model, self._generator(refresh, _MODEL)):
             return PerSampleGradients.concatenate(
                 [self._gradients(PublicPiece(refresh, *part)) for part in self._parts(refresh)]
             )
@@ -297,7 +297,7 @@ class PublicGradients:
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
         model = self._model
-        with torch.no_grad(), left_as_found(model, self._model_seed(0)):
+        with torch.no_grad(), _left_as_found(model, self._generator(0, _MODEL)):
             device = next(model.parameters()).device
             indices, inputs, labels = next(self.data.pieces(1))
             piece = PublicPiece(0, indices, move(inputs, device), move(labels, device))
@@ -326,11 +326,8 @@ class PublicGradients:
 
     def _gradients(self, piece: PublicPiece) -> PerSampleGradients:
         return per_sample_gradients(
-            self._model, lambda model, _: self._losses(model, piece), piece.inputs
+            self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
         )
-
-    def _model_seed(self, refresh: int) -> int:
-        return int(self._generator(refresh, _MODEL).integers(2**63))
 
     def _generator(self, refresh: int, stream: int) -> np.random.Generator:
         return _generator(self._seed, refresh, stream)
@@ -350,6 +347,26 @@ def _losses_by(
             "or public_loss=, a function (model, inputs[, labels]) → one loss per sample."
         )
     return _CriterionLoss(criterion, labels, data)
+
+
+@contextmanager
+def _left_as_found(model: nn.Module, generator: np.random.Generator) -> Iterator[None]:
+    """Run the model on copies of its buffers, and its dropout on random numbers of its own.
+
+    Copies, rather than contents restored: buffers are watched for changes during a private step.
+    """
+    found = [(module, dict(module._buffers)) for module in model.modules()]
+    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
+    seed = int(generator.integers(2**63))
+    try:
+        for module, buffers in found:
+            module._buffers.update({n: b if b is None else copies[b] for n, b in buffers.items()})
+        with seeded(model, seed):
+            yield
+    finally:
+        for module, buffers in found:
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _generator(seed: int, refresh: int, stream: int) -> np.random.Generator:

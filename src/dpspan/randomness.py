@@ -1,14 +1,21 @@
-"""Random numbers by a seed, with torch's own left as they were."""
+"""Random numbers by a seed, or from OS entropy, with everybody else's left as they were."""
 
 from __future__ import annotations
 
+import os
+import random
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+# Where torch's CPU generator keeps the words of its Mersenne twister: see `_fill`.
+_STATE_OFFSET, _STATE_WORDS = 24, 624
 
 
 @contextmanager
@@ -31,57 +38,73 @@ def seeded(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def left_as_found(model: nn.Module, seed: int) -> Iterator[None]:
-    """Run the model on copies of its buffers, and its dropout on random numbers of its own.
+def fresh_randomness() -> Iterator[None]:
+    """What Python, numpy and torch draw comes from OS entropy; their state is as before afterwards.
 
-    Copies, rather than contents restored: buffers are watched for changes during a private step.
+    With random numbers that anybody knows, as after `torch.manual_seed(0)`, one more record would
+    change the dropout masks and the augmentation of all records that come after it, and no clip
+    covers that.
     """
-    found = [(module, dict(module._buffers)) for module in model.modules()]
-    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
+    python, arrays = random.getstate(), np.random.get_state()
     try:
-        for module, buffers in found:
-            module._buffers.update({n: b if b is None else copies[b] for n, b in buffers.items()})
-        with seeded(model, seed):
+        with torch.random.fork_rng(_cuda_devices()):
+            renew()
             yield
     finally:
-        for module, buffers in found:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """All of a model in evaluation mode."""
-    modes = [(part, part.training) for part in model.modules()]
-    try:
-        for part, _ in modes:
-            part.training = False
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
+def renew() -> int:
+    """Seed Python, numpy and torch (all devices in use) from OS entropy; torch's own seed."""
+    random.seed()
+    # As np.random.seed() does, which takes several times as long.
+    np.random.set_state(("MT19937", _entropy(), _STATE_WORDS, 0, 0.0))
+    torch.default_generator.manual_seed(secrets.randbits(63))
+    _fill(torch.default_generator)
+    for device in _cuda_devices():
+        torch.cuda.default_generators[device].manual_seed(secrets.randbits(63))
+    return torch_seed()
 
 
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Dropout keeps everything, so that two runs in training mode can be compared."""
-    with _KeepAll():  # type: ignore[no-untyped-call]
-        yield
+def torch_seed() -> int:
+    """What torch's CPU generator was seeded with last."""
+    return torch.default_generator.initial_seed()
 
 
-class _KeepAll(TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kept = args[1] if len(args) > 1 else 0.5
-        if func is torch.ops.aten.bernoulli_.float:
-            return args[0].fill_(kept)  # which dropout divides by the same number
-        if func is torch.ops.aten.bernoulli.p:
-            return torch.full_like(args[0], kept)
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        return func(*args, **(kwargs or {}))
+@dataclass(frozen=True)
+class FreshWorker:
+    """Begins a worker of a DataLoader as the user says, and with random numbers of its own."""
+
+    begin: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        if self.begin is not None:
+            self.begin(worker)
+        renew()  # last: the usual recipes seed numpy and Python
+
+
+def _fill(generator: torch.Generator) -> None:
+    """Fill the whole state of a CPU generator from OS entropy.
+
+    The Mersenne twister takes only 32 bits of its seed: few enough to try them all. (A GPU's
+    generator takes 64.)
+    """
+    state = generator.get_state().numpy()
+    words = state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)
+    if words[0] != generator.initial_seed() % 2**32:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps the state of its generator in an unknown way, so it "
+            "cannot be seeded securely. Use a torch version that dpspan supports."
+        )
+    words[:] = _entropy()
+    generator.set_state(torch.from_numpy(state))
+
+
+def _entropy() -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """The state of a Mersenne twister."""
+    return np.frombuffer(os.urandom(4 * _STATE_WORDS), dtype=np.uint32)
+
+
+def _cuda_devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -25,6 +25,9 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+
+from dpspan.errors import CaptureError
+from dpspan.randomness import FreshWorker, fresh_randomness, renew, torch_seed
 
 
 class Draw(Protocol):
@@ -141,18 +144,21 @@ class _Feed:
         return self.source
 
 
-def _ignore(piece: Piece) -> None:
-    """Take no notice of a piece."""
+def _ignore(_: Any) -> None:
+    """Take no notice of a piece or a batch."""
 
 
 class PrivateLoader:
     """Iterates over privately drawn batches of a DataLoader's dataset; `len` counts steps.
 
-    `on_piece` is called with the `Piece` right before its batch is handed over. `epoch` counts
-    the epochs that are over and `position` the steps of the running one whose last piece was
-    handed over; at `on_piece` the coming step is not counted yet, so an epoch starts where
-    `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes` counts the
-    iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
+    `on_piece` is called with the `Piece` and `on_batch` with the batch, right before the batch is
+    handed over. `epoch` counts the epochs that are over and `position` the steps of the running
+    one whose last piece was handed over; at `on_piece` the coming step is not counted yet, so an
+    epoch starts where `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes`
+    counts the iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
+
+    While it is iterated, Python, numpy and torch draw from OS entropy, in workers too: dropout and
+    augmentation by a known seed would void the guarantee (see `randomness`).
 
     Examples:
         >>> import torch
@@ -174,17 +180,26 @@ class PrivateLoader:
     batch_size: None = None  # the size of a private batch is random
 
     def __init__(
-        self, inner: DataLoader[Any], feed: _Feed, draw: Draw, generator: np.random.Generator
+        self,
+        inner: DataLoader[Any],
+        feed: _Feed,
+        draw: Draw,
+        generator: np.random.Generator,
+        *,
+        fresh: bool,
     ) -> None:  # users call from_data_loader
         self._inner = inner
         self._feed = feed
         self._generator = generator
+        self._fresh = fresh
+        self._seed: int | None = None  # of torch, for the piece at hand
         self._max_physical_batch_size: int | None = None
         self._resuming = False
         self.dataset: Any = inner.dataset
         self.collate_fn: Callable[[list[Any]], Any] = inner.collate_fn
         self.draw = draw
         self.on_piece: Callable[[Piece], None] = _ignore
+        self.on_batch: Callable[[Any], None] = _ignore
         self.epoch = 0
         self.position = 0
         self.passes = 0
@@ -202,9 +217,10 @@ class PrivateLoader:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
 
         `generator` is for debugging: whoever knows its seed knows who took part in which step.
-        By default the seed comes from OS entropy.
+        By default the seed comes from OS entropy, and so does whatever else is drawn meanwhile.
         """
         records = records_of(loader)
+        fresh = generator is None
         if draw.records != records:
             raise ValueError(f"Expected draw.records {records}, the dataset's, got {draw.records}.")
         feed = _Feed()
@@ -215,7 +231,7 @@ class PrivateLoader:
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=FreshWorker(loader.worker_init_fn) if fresh else loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
             prefetch_factor=loader.prefetch_factor,
@@ -223,7 +239,7 @@ class PrivateLoader:
         )
         # numpy seeds with 128 bits of OS entropy. torch's CPU generator keeps 32 bits of any seed:
         # few enough to try them all and learn who took part in which step.
-        private = cls(inner, feed, draw, generator or np.random.default_rng())
+        private = cls(inner, feed, draw, generator or np.random.default_rng(), fresh=fresh)
         private.max_physical_batch_size = max_physical_batch_size
         private.on_piece = on_piece
         return private
@@ -252,9 +268,11 @@ class PrivateLoader:
         pieces: deque[Piece] = deque()
         steps = islice(self.draw.epoch(self._generator), len(self) - self.position)
         source = self._feed.source = _cut(steps, self.max_physical_batch_size, pieces)
-        with closing(source):  # an epoch left early lets go of what it has drawn
+        entropy = fresh_randomness() if self._fresh else nullcontext()
+        with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             for piece, batch in self._matched(pieces):
                 self.on_piece(piece)
+                self.on_batch(batch)
                 self.position += piece.last
                 yield batch
                 if self._feed.source is not source:
@@ -267,12 +285,29 @@ class PrivateLoader:
 
     def _matched(self, pieces: deque[Piece]) -> Iterator[tuple[Piece, Any]]:
         """Pair each piece with its batch, which a DataLoader returns in the order it asked."""
-        for batch in self._inner:
-            while not pieces[0].samples:
+        batches = iter(self._inner)
+        while True:
+            self._renew()
+            batch = next(batches, None)
+            while pieces and not pieces[0].samples:
                 yield pieces.popleft(), self._stand_in()
+                self._renew()
+            if not pieces:
+                return
             yield pieces.popleft(), batch
-        while pieces:
-            yield pieces.popleft(), self._stand_in()
+
+    def _renew(self) -> None:
+        """Once more for each piece: a training loop may seed for purposes of its own."""
+        self._seed = renew() if self._fresh else None
+
+    def refuse_seeds(self) -> None:
+        """Refuse the piece at hand if torch was seeded since it was drawn."""
+        if self._seed is not None and self._seed != torch_seed():
+            raise CaptureError(
+                "torch was seeded between a private batch and its step (torch.manual_seed in the "
+                "loop, say). With dropout or augmentation by a known seed one record moves the "
+                "gradients of all others: seed before the loop only."
+            )
 
     def _stand_in(self) -> Any:
         """Make a batch of record 0 for an empty step; the engine drops what it contributes.

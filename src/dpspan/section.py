@@ -29,7 +29,7 @@ class Section(BaseModel):
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise PydanticCustomError(
                 "unknown_key",
-                "Unknown key '{key}'{hint}. Allowed here: {allowed}.",
+                "Unknown key{hint}. Allowed here: {allowed}.",
                 {"key": str(key), "hint": hint, "allowed": ", ".join(allowed)},
             )
         return values

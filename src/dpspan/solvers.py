@@ -119,8 +119,8 @@ class PowerIteration:
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
         k, shift = gram / scale, floor / scale
         # Rounding may leave K eigenvalues below zero, and then no Cholesky factor. K + floor·I has
-        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor): one, or down to a
-        # half for an eigenvalue just above the floor, and never more than one.
+        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor), and is set right
+        # at the end.
         k.diagonal().add_(shift)
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)
@@ -133,7 +133,9 @@ class PowerIteration:
             c = _orthonormalised(c @ k, k)
         c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had
         spread = (c @ k).square().sum(1) - shift  # ‖H Bᵀ‖² by direction: the Rayleigh quotients
-        c = torch.where((spread > shift).unsqueeze(1), c / scale.sqrt(), 0.0)
+        # ‖cH‖² is at least a half where λ is above the floor, but for rounding.
+        lengths = (1 - shift * c.square().sum(1)).clamp(min=0.5).sqrt() * scale.sqrt()
+        c = torch.where((spread > shift).unsqueeze(1), c / lengths.unsqueeze(1), 0.0)
         return Basis(c, (spread * scale).sort(descending=True).values)
 
 

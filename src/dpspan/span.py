@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpspan.gradients import PerSampleGradients
+from dpspan.numerics import ieee
 from dpspan.residual import Residual
 from dpspan.subspace import Subspace
 
@@ -52,7 +53,11 @@ class Span:
         """The gradients that the subspaces are made of, weighted and summed, by parameter."""
         parts = zip(self.parts.values(), weights.split(self._anchors), strict=True)
         # Public gradients that are not finite are an error of their own (see `anchors`).
-        return _merged([part.gradients.combine(own, finite=True) for part, own in parts])
+        sums = []
+        for part, own in parts:
+            with ieee(part.gradients.like):
+                sums.append(part.gradients.combine(own, finite=True))
+        return _merged(sums)
 
     def lift(self, z: Tensor) -> dict[str, Tensor]:
         """A vector of the subspaces by parameter."""
@@ -78,10 +83,9 @@ class GroupResidual:
         """Upper bounds of the norms, (n,) float64."""
         return torch.stack([part.norm_bounds() for part in self._parts]).square().sum(0).sqrt()
 
-    def combine(self, weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """A weighted sum in two parts: of the gradients, and what to take off as `Span.combine`."""
-        taken = torch.cat([part.anchor_weights(weights) for part in self._parts])
-        return _merged([part.own_sum(weights) for part in self._parts]), taken
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """A weighted sum of the residuals, by parameter."""
+        return _merged([part.combine(weights) for part in self._parts])
 
 
 def _merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

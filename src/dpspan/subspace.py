@@ -24,7 +24,7 @@ from torch import Tensor
 from dpspan.gradients import PerSampleGradients
 from dpspan.layers.pairs import inner, line_blocks
 from dpspan.layers.terms import Rows
-from dpspan.numerics import Arithmetic, exact
+from dpspan.numerics import Arithmetic, exact, ieee, product
 from dpspan.residual import Residual
 from dpspan.solvers import Basis, Eigh, Solver
 
@@ -129,7 +129,11 @@ class Subspace:
         embedding, kernels = self._embed(gradients)
         pairs = {names: (kernel, self.kernels[names]) for names, kernel in kernels.items()}
         return embedding, Residual(
-            gradients, self.gradients, embedding @ self.coefficients, kernels=pairs
+            gradients,
+            self.gradients,
+            embedding @ self.coefficients,
+            taken=torch.linalg.vector_norm(embedding, dim=1),
+            kernels=pairs,
         )
 
     def _comparable(self, gradients: PerSampleGradients) -> PerSampleGradients:
@@ -168,7 +172,8 @@ class Subspace:
             raise ValueError(
                 f"Expected a vector of length {self.dimensions}, got {tuple(z.shape)}."
             )
-        return self.gradients.combine(self.weights(z))
+        with ieee(self.gradients.like):  # weights of near directions are large and cancel
+            return self.gradients.combine(self.weights(z))
 
     @exact()
     def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -191,7 +196,7 @@ class Subspace:
         rows: dict[str, list[Any]] = {}
         for name, term in self.gradients.terms.items():
             shape = self.gradients.shapes[name]
-            parts = [c @ lines for lines, _ in line_blocks(term, term, shape)]
+            parts = [product(c, lines) for lines, _ in line_blocks(term, term, shape)]
             rows[name] = [Rows(torch.cat(parts, dim=1).view(len(c), *shape))]
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
@@ -250,7 +255,7 @@ def _rounding(gradients: PerSampleGradients) -> float:
     gradients have a direction in common, and their rounding does not grow with it. Errors along the
     common direction do, but they turn it a little, and move the other eigenvalues by their square.
     """
-    arithmetic = Arithmetic.of(gradients.like)
+    arithmetic = Arithmetic.precise(gradients.like)
     size = sum(shape.numel() for shape in gradients.shapes.values())
     # Rounded factors err independently, so their errors average out over the p products.
     unit = arithmetic.unit + arithmetic.factor / math.sqrt(size)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -301,7 +302,8 @@ def _put_back_on_error(model: nn.Module) -> Iterator[_Found]:
 
 def _progress_bar(*, visible: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), disable=not visible)
+    where = Console(quiet=not visible)  # a disabled bar may still end its line
+    return Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet)
 
 
 class _CriterionLoss:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
+import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from dpspan.errors import UnsupportedModule
+from dpspan.layers.recurrent import is_of_opacus, is_recurrent
+
+_logger = logging.getLogger(__name__)
 
 _FIX = "dpspan.fix(model) (in a configuration `fix: true` below `model`)"
 
@@ -43,26 +46,37 @@ def validate(model: nn.Module) -> None:
 
 def _problems(module: nn.Module) -> Iterator[str]:
     trainable = any(p.requires_grad for p in module.parameters())
-    if any(is_lazy(p) for p in module.parameters(recurse=False)):
+    if _is_lazy(module):
         yield "its parameters are not initialised: run the model once on sample input first"
+        return
     if any(p.is_complex() for p in module.parameters(recurse=False)):
         yield "its parameters are complex: use real ones, two numbers for one"
     if isinstance(module, _BatchNorm):
+        cure = f"{_FIX} puts GroupNorm in its place"
+        if _fixer(module) is None:
+            cure = "its forward pass is not torch's, so put GroupNorm in its place yourself"
         yield (
             "in training it normalises each sample by the others in the batch, so no sample's "
             "gradient can be bounded; a frozen one is refused too, since model.train() would wake "
-            f"it up: {_FIX} puts GroupNorm in its place"
+            f"it up: {cure}"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        also = "" if _fixer(module) is None else f", or use {_FIX}"
         yield (
             "its running statistics are averages of private data without noise: build it with "
-            f"track_running_stats=False, or use {_FIX}"
+            f"track_running_stats=False{also}"
         )
-    if isinstance(module, nn.RNNBase) and trainable:
-        yield (
-            f"its fused kernel hides the per-sample gradients: {_FIX} puts the equivalent DP layer "
-            "in its place"
-        )
+    if isinstance(module, nn.RNNBase):
+        if trainable and not is_recurrent(module):
+            yield (
+                "its forward pass or its weights are not those of torch's class, whose fused "
+                "kernel hides the per-sample gradients: make an unchanged torch layer a child of "
+                "your module and call that"
+            )
+    elif is_of_opacus(module):
+        if trainable:
+            cure = "use torch's layer" if _fixer(module) is None else f"{_FIX} puts torch's layer"
+            yield f"it holds its parameters twice, as Opacus needs it: {cure} in its place"
     elif getattr(module, "batch_first", True) is False:
         yield "its batch is the second dimension: build it with batch_first=True"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -81,7 +95,8 @@ def fix(model: nn.Module) -> nn.Module:
     """A copy of the model in which every module that can be replaced by a private one is.
 
     BatchNorm becomes GroupNorm (with the affine weights it had), InstanceNorm loses its running
-    statistics, LSTM and GRU become Opacus' layers of the same parameters.
+    statistics, Opacus' recurrent layers become torch's of the same parameters, which need no
+    replacement. Each replacement is logged.
 
     Examples:
         >>> import dpspan
@@ -92,56 +107,71 @@ def fix(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     made: dict[nn.Module, nn.Module] = {}  # a module used in two places stays one module
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        replace = next((f for kind, f in _FIXES if isinstance(module, kind)), None)
-        if module not in made:
-            made[module] = replace(module) if replace is not None else module
-            like = next(module.parameters(), torch.empty(0))
-            if made[module] is not module:
-                made[module].to(device=like.device, dtype=like.dtype).train(module.training)
-        replacement = made[module]
-        if replacement is module:
+        replace = _fixer(module)
+        if replace is None:
             continue
+        if module not in made:
+            new = made[module] = _keep_parameters(module, replace(module)).train(module.training)
+            _logger.info("fix: %s: %s becomes %s", path or "the model itself", module, new)
         if path == "":
-            return replacement
+            return made[module]
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, replacement)
+        setattr(model.get_submodule(parent), name, made[module])
     return model
 
 
-def _fix_batch_norm(module: nn.Module) -> nn.Module:
-    assert isinstance(module, _BatchNorm)
-    channels = module.num_features
-    # On (n, channels) inputs a group must hold several channels, or it would normalise each
-    # number by itself.
-    groups = 1 if isinstance(module, nn.BatchNorm1d) else math.gcd(32, channels)
-    return _keep_affine(module, nn.GroupNorm(groups, channels, module.eps, module.affine))
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(is_lazy(tensor) for tensor in own)
 
 
-def _fix_instance_norm(module: nn.Module) -> nn.Module:
-    assert isinstance(module, _InstanceNorm)
-    if not module.track_running_stats:
-        return module
-    without = type(module)(module.num_features, eps=module.eps, affine=module.affine)
-    return _keep_affine(module, without)
+def _fixer(module: nn.Module) -> Callable[[Any], nn.Module] | None:
+    """What replaces a module; None where nothing does, or nothing needs to."""
+    if _is_lazy(module):
+        return None
+    if is_of_opacus(module):
+        return _fix_opacus if type(module).__name__ in _OF_OPACUS else None
+    forward = getattr(module.forward, "__func__", None)
+    if forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return _fix_batch_norm
+    if forward is _InstanceNorm.forward and module.track_running_stats:
+        return _fix_instance_norm
+    return None
 
 
-def _fix_recurrent(module: nn.Module) -> nn.Module:
-    from opacus.validators import ModuleValidator  # here: importing Opacus takes a second
+def _fix_batch_norm(module: _BatchNorm) -> nn.Module:
+    channels, groups = module.num_features, 1
+    # On (n, channels) inputs a group must hold several channels, or it would normalise each number
+    # by itself. The same goes for images of one pixel, as global pooling leaves them: there a group
+    # of one channel gives a constant, and one of two a sign.
+    if not isinstance(module, nn.BatchNorm1d):
+        groups = max(
+            g for g in (1, 2, 4, 8, 16, 32) if channels % g == 0 and g <= max(1, channels / 4)
+        )
+    return nn.GroupNorm(groups, channels, module.eps, module.affine)
 
-    fixer: Callable[[nn.Module], nn.Module] | None = ModuleValidator.FIXERS.get(type(module))
-    return module if fixer is None else fixer(module)
+
+def _fix_instance_norm(module: _InstanceNorm) -> nn.Module:
+    return type(module)(module.num_features, eps=module.eps, affine=module.affine)
 
 
-def _keep_affine(module: nn.Module, replacement: nn.Module) -> nn.Module:
+_OF_OPACUS: dict[str, Callable[..., nn.Module]] = {
+    "DPLSTM": nn.LSTM,
+    "DPGRU": nn.GRU,
+    "DPRNN": nn.RNN,
+}
+
+
+def _fix_opacus(module: Any) -> nn.Module:
+    kind = _OF_OPACUS[type(module).__name__]
+    names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    options = {name: getattr(module, name) for name in names}
+    return kind(module.input_size, module.hidden_size, **options, **module.cell_params)
+
+
+def _keep_parameters(module: nn.Module, replacement: nn.Module) -> nn.Module:
     for name, parameter in module.named_parameters(recurse=False):
-        new = replacement.get_parameter(name)
-        new.data = parameter.detach().clone()
-        new.requires_grad_(parameter.requires_grad)
+        setattr(
+            replacement, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        )
     return replacement
-
-
-_FIXES: tuple[tuple[type[nn.Module], Callable[[nn.Module], nn.Module]], ...] = (
-    (_BatchNorm, _fix_batch_norm),
-    (_InstanceNorm, _fix_instance_norm),
-    (nn.RNNBase, _fix_recurrent),
-)

@@ -197,9 +197,8 @@ class _Run:
 @contextmanager
 def _workers(jobs: int, console: Console | None, total: int) -> Iterator[_Run]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=console is None
-    ) as progress:
+    where = console or Console(quiet=True)  # a disabled bar may still end its line
+    with Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet) as progress:
         if check_count("jobs", jobs) == 1:
             yield _Run(None, progress, total)
             return

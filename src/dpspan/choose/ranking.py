@@ -28,6 +28,7 @@ from dpspan.public import PublicData
 from dpspan.subspace import Subspace
 
 _WARNING = "NOT PRIVATE: computed from private records without noise, for the operator's eyes only"
+LOOKED_AT = "unprivate: public data were ranked by private data, without noise"
 _PRIVATE = "private"
 
 
@@ -151,7 +152,7 @@ def rank_public(
     model = evaluated(model)
     data = _candidates(candidates, combinations, samples, seed)
     if ledger is not None:
-        ledger.warn("unprivate: public data were ranked by private data, without noise")
+        ledger.warn(LOOKED_AT)
     mine = drawn(private, samples, seed=seed, name=_PRIVATE)
     portraits = {
         name: _portrait(model, loss_fn, each, rank, seed, piece)

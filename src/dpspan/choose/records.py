@@ -1,19 +1,23 @@
-"""Private records, read so that what one record looks like does not depend on the others."""
+"""Private records, read so that what one record looks like does not depend on the others.
+
+Each is read and collated on its own: a collate function that pads to the longest record, mixes
+records or counts them sees one. Only records that come out in one shape get into one batch.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE
+from dpspan.randomness import FreshWorker, fresh_randomness
 from dpspan.sampling import PoissonDraw, PrivateLoader, records_of
 
 _LABEL_KEYS = ("labels", "label")
@@ -38,53 +42,79 @@ def private_loader(private: Any) -> DataLoader[Any]:
 def sampled_batches(
     loader: DataLoader[Any], sample_rate: float, piece: int
 ) -> Iterator[tuple[Any, Any]]:
-    """The records of a Poisson sample, each with its label."""
+    """The records of a Poisson sample, each with its label, in batches of one shape each."""
     dataset: Any = loader.dataset
     draw = PoissonDraw(records=len(dataset), sample_rate=sample_rate, steps_per_epoch=1)
     (chosen,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
     if not len(chosen):
         return
-    with _fresh_randomness():  # the seeds of workers come from here
+    with fresh_randomness():  # the seeds of workers come from here
         batches = iter(
             DataLoader(
-                Subset(dataset, chosen.tolist()),
+                _Single(dataset, chosen.tolist()),
                 batch_size=piece,
-                collate_fn=loader.collate_fn,
+                collate_fn=partial(_collated, loader.collate_fn),
                 num_workers=loader.num_workers,
                 timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
+                worker_init_fn=FreshWorker(loader.worker_init_fn),
                 multiprocessing_context=loader.multiprocessing_context,
             )
         )
+    waiting: dict[Any, Any] = {}
     while True:
-        with _fresh_randomness():
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield _inputs_and_labels(batch)
+        with fresh_randomness():
+            read = next(batches, None)
+        if read is None:
+            break
+        for kind, batch in _by_kind(read).items():
+            full = _joined([waiting.pop(kind), batch]) if kind in waiting else batch
+            if _count(full) >= piece:
+                yield tree_map(lambda leaf: leaf[:piece], full)
+                full = tree_map(lambda leaf: leaf[piece:], full)
+            if _count(full):
+                waiting[kind] = full
+    yield from waiting.values()
 
 
-@contextmanager
-def _fresh_randomness() -> Iterator[None]:
-    """What Python, numpy and torch draw comes from OS entropy; their state is as before afterwards.
+class _Single(Dataset[Any]):
+    """Some of the records, each asked for alone: a dataset may read several at once its own way."""
 
-    With random numbers that anybody knows, as after `torch.manual_seed(0)`, a record that comes
-    first would change how all later ones are augmented, and no ε would cover that.
-    """
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([]):
-            torch.default_generator.seed()
-            random.seed()
-            np.random.seed()
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+    def __init__(self, dataset: Any, chosen: list[int]) -> None:
+        self._dataset, self._chosen = dataset, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[self._chosen[index]]
+
+
+def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> list[Any]:
+    """Batches of records of one shape; in a worker, which had better not send each by itself."""
+    return list(_by_kind(_inputs_and_labels(collate([record])) for record in records).values())
+
+
+def _by_kind(batches: Iterable[Any]) -> dict[Any, Any]:
+    """Batches of the same structure, shapes and dtypes as one."""
+    alike: dict[Any, list[Any]] = {}
+    for batch in batches:
+        leaves, form = tree_flatten(batch)
+        kind = form, *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        alike.setdefault(kind, []).append(batch)
+    return {kind: _joined(held) for kind, held in alike.items()}
+
+
+def _joined(batches: list[Any]) -> Any:
+    return tree_map(lambda *leaves: torch.cat(leaves), *batches)
+
+
+def _count(batch: Any) -> int:
+    return len(tree_leaves(batch)[0])
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
-    if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(batch)):
+    """Of a batch of one record."""
+    if all(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,) for leaf in tree_leaves(batch)):
         if isinstance(batch, Mapping):
             inputs = {key: value for key, value in batch.items() if key not in _LABEL_KEYS}
             labels = [value for key, value in batch.items() if key in _LABEL_KEYS]
@@ -94,6 +124,6 @@ def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
             return batch[0], batch[1]
     raise ValueError(
         "Expected private batches of (inputs, labels), or mappings with the labels under 'labels', "
-        "that hold tensors with the records in the first dimension: private gradients are those of "
-        "training, with the records' own labels."
+        "that hold tensors with one row for each record, in the first dimension: private gradients "
+        "are those of training, with the records' own labels."
     )

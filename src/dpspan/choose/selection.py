@@ -40,14 +40,15 @@ from dpspan.choose.subspaces import (
 from dpspan.events import pure_event
 from dpspan.ledger import Ledger
 from dpspan.overlap import refuse_overlap
+from dpspan.processes import refuse_several_processes
 from dpspan.public import PublicData
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
 # scores together move each sum by up to η, either way, when one record comes or goes, a candidate
 # gains or loses up to 1 + 2η against another, and a mechanism of ε costs ε(1 + 2η). This share of ε
-# is kept for that, which is enough for η = 1/254. (Batches are of one size, in which the same
-# record has had the same score to the last bit on a CPU, whatever its place; 60,000 scores off by
-# 1e-7 each, either way as often, would move their sum by 2e-5.)
+# is kept for that, which is enough for η = 1/254. (Batches are of one size; a record's place in
+# its batch has changed scores by up to 1e-7 on one CPU and not at all on others. 60,000 scores off
+# by 1e-7 each, either way as often, would move their sum by 2e-5; all the same way, 39,000 may.)
 _KEPT = Fraction(1, 128)
 _LARGEST_EPSILON = 10.0
 _SUCCESS = 0.95
@@ -123,6 +124,7 @@ def choose_public(
         >>> ledger.epsilon(delta=1e-5) <= 0.1
         True
     """
+    refuse_several_processes()
     epsilon, sample_rate = _checked(epsilon, sample_rate)
     check_count("piece", piece)
     if threshold is not None:

@@ -1,5 +1,9 @@
 """The command line: `dpspan train config.yaml`, and `dpspan --help` for the rest."""
 
+import io
+import os
+import sys
+
 from dpspan.cli import account as account
 from dpspan.cli import advise as advise
 from dpspan.cli import audit as audit
@@ -13,5 +17,15 @@ from dpspan.cli.app import app as app
 
 
 def main() -> None:
-    """Entry point."""
-    app()
+    """Entry point. A reader that leaves early (`dpspan … | head`) ends it without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every code page knows ε
+            stream.reconfigure(errors="replace")
+    try:
+        try:
+            app(prog_name="dpspan")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        sys.exit(1)

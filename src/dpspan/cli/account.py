@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from dpspan.accounting import Budget, account, calibrate, check_accountant
-from dpspan.checks import check_count, check_delta, expect
-from dpspan.cli.app import Json, app, out, print_json
-from dpspan.events import step_event
+from dpspan.checks import check_count, expect
+from dpspan.cli.app import Json, Quiet, app, out, print_json
+from dpspan.promises import check_promised_delta, warn_of_weaknesses
 
-_MOST_EPOCHS = 10**6
+if TYPE_CHECKING:
+    from rich.table import Table
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One setting; `solved_for` names what was computed."""
-
-    sample_rate: float
-    epochs: int
-    steps: int
-    noise_multiplier: float
-    epsilon: float
-    delta: float
-    accountant: str
-    solved_for: str
+    from dpspan.cli.prices import Row
 
 
 @app.command(name="account")
@@ -50,13 +36,13 @@ def account_command(
     epsilon: Annotated[list[float] | None, typer.Option(help="ε; may be repeated.")] = None,
     accountant: Annotated[str, typer.Option(help="pld or rdp.")] = "pld",
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """What training costs: give two of --epsilon, --noise-multiplier and --epochs.
 
     An option given several times makes a table over all combinations.
     """
-    check_delta("--delta", delta)
-    check_accountant(accountant)
+    check_promised_delta("--delta", delta)
     rates = _rates(records, batch_size, sample_rate)
     given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
     missing = [name for name, values in given.items() if not values]
@@ -64,12 +50,17 @@ def account_command(
         raise ValueError(
             "Expected two of --epsilon, --noise-multiplier and --epochs; the third is computed."
         )
-    solve = _SOLVERS[missing[0]]
+    from dpspan.accounting import check_accountant
+    from dpspan.cli.prices import SOLVERS
+
+    check_accountant(accountant)
+    solve = SOLVERS[missing[0]]
     known = [values for values in given.values() if values]
     rows = [
         solve(q, first, second, delta, accountant)
         for q, first, second in itertools.product(rates, *known)
     ]
+    warn_of_weaknesses(max(row.epsilon for row in rows), delta, records)
     if as_json:
         print_json({"adjacency": "add or remove one record", "rows": [asdict(r) for r in rows]})
     else:
@@ -89,59 +80,9 @@ def _rates(
     return [min(1.0, check_count("--batch-size", size) / records) for size in batch_sizes]
 
 
-def _steps(q: float, epochs: int) -> int:
-    return check_count("--epochs", epochs) * max(1, round(1 / q))
-
-
-def _epsilon(q: float, z: float, epochs: int, delta: float, accountant: str) -> Row:
-    return _row("epsilon", q, z, epochs, delta, accountant)
-
-
-def _noise(q: float, epsilon: float, epochs: int, delta: float, accountant: str) -> Row:
-    z = calibrate(epsilon, delta, q, _steps(q, epochs), accountant=accountant)
-    return _row("noise_multiplier", q, z, epochs, delta, accountant)
-
-
-def _epochs(q: float, epsilon: float, z: float, delta: float, accountant: str) -> Row:
-    Budget(epsilon=epsilon, delta=delta)  # checks both
-    low, high = 0, 1
-    while high < _MOST_EPOCHS and _spent(q, z, high, delta, accountant) <= epsilon:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _spent(q, z, middle, delta, accountant) <= epsilon
-        low, high = (middle, high) if fits else (low, middle)
-    return _row("epochs", q, z, low, delta, accountant)
-
-
-def _spent(q: float, z: float, epochs: int, delta: float, accountant: str) -> float:
-    return account([(step_event(z, q), _steps(q, epochs))], delta, accountant).epsilon
-
-
-def _row(solved_for: str, q: float, z: float, epochs: int, delta: float, accountant: str) -> Row:
-    steps = _steps(q, epochs) if epochs else 0
-    events = [(step_event(z, q), steps)] if steps else []
-    spending = account(events, delta, accountant)
-    return Row(
-        sample_rate=q,
-        epochs=epochs,
-        steps=steps,
-        noise_multiplier=z,
-        epsilon=spending.epsilon,
-        delta=delta,
-        accountant=spending.accountant,
-        solved_for=solved_for,
-    )
-
-
-_SOLVERS: dict[str, Callable[..., Row]] = {
-    "epsilon": _epsilon,
-    "noise_multiplier": _noise,
-    "epochs": _epochs,
-}
-
-
 def _table(rows: list[Row]) -> Table:
+    from rich.table import Table
+
     first = rows[0]
     table = Table(
         title=f"δ = {first.delta:g}, {first.accountant}, add or remove one record, Poisson batches"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, err, out, print_json
+from dpspan.cli.app import Json, Quiet, app, err, out, print_json
 
 
 @app.command(name="advise")
@@ -25,17 +25,14 @@ def advise_command(
     ] = None,
     folds: Annotated[int, typer.Option(min=3, help="Ways to cut the stand-in.")] = 4,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Rehearse on public data what CONFIG would do, and recommend a method. Costs no privacy.
 
     The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
     schedule, with learning rates around its own.
     """
-    from dpspan.advice import RATES, advise, usual_contenders
-    from dpspan.cli.tasks import Untouched, contender_of, planned_choice, task_of, warm_start_of
     from dpspan.config import load_config
-    from dpspan.data import load
-    from dpspan.public import PublicData
 
     settings = load_config(config)
     if settings.features is not None:
@@ -49,10 +46,15 @@ def advise_command(
             "Expected data.records or --records, about how many private records there are: the "
             "private data are not opened to count them."
         )
+    if not settings.data.public:
+        raise ValueError("Expected data.public: advice is found on labelled public data.")
+    from dpspan.advice import RATES, advise, usual_contenders
+    from dpspan.cli.tasks import Untouched, contender_of, planned_choice, task_of, warm_start_of
+    from dpspan.data import load
+    from dpspan.public import PublicData
+
     classes = settings.data.classes
     loaded = {name: load(each, classes=classes) for name, each in settings.data.public.items()}
-    if not loaded:
-        raise ValueError("Expected data.public: advice is found on labelled public data.")
     data = {name: PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
     start = None if settings.warm_start is None else settings.warm_start.public
     used = public or getattr(settings.method, "public", None) or start or next(iter(data))
@@ -87,7 +89,7 @@ def advise_command(
         stand_in=None if stand_in is None else data[stand_in],
         rates=[own.learning_rate * rate / middle for rate in RATES],
         folds=folds,
-        console=None if as_json else err(),
+        console=None if as_json or quiet else err(),
     )
     if settings.choose is not None:
         note = f"The private choice may fall on other public data than “{used}”, used here."

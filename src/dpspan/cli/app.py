@@ -3,27 +3,47 @@
 Exit codes: 0 for success, 1 for an error that one sentence explains, 130 after Ctrl-C. Results go
 to stdout, as JSON with --json; everything else goes to stderr.
 
-Commands import what they need when they are called: `dpspan account` waits for no torch.
+Commands import what they need when they have checked what they were given: help, and a refusal,
+wait for no torch.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
+import dpspan
 from dpspan.strict_json import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _OWN = "dpspan: "
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+
+
+def _hush(quiet: bool) -> bool:
+    if quiet:
+        warnings.simplefilter("ignore")  # `_warnings_as_notes` ends it with the command
+    return quiet
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=_hush, help="No progress and no notes: results and errors only."
+    ),
+]
 
 
 @contextmanager
@@ -55,6 +75,8 @@ class _Group(TyperGroup):
         except KeyboardInterrupt:
             say("Interrupted.")
             raise typer.Exit(130) from None
+        except BrokenPipeError:  # whoever read the output has left: `main` knows what to do
+            raise
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own: an exit, or a wrong argument
                 if not isinstance(error, typer.Exit):
@@ -70,17 +92,33 @@ app = typer.Typer(
     cls=_Group,
     name="dpspan",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Differentially private training that uses the low-dimensional span of gradients.",
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"dpspan {dpspan.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
+    ctx: typer.Context,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="As the option of each command.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit."),
+    ] = False,
 ) -> None:
     """Options of all commands."""
+    if quiet:
+        ctx.default_map = {str(ctx.invoked_subcommand): {"quiet": True}}
 
 
 def say(text: str) -> None:
@@ -90,17 +128,28 @@ def say(text: str) -> None:
 
 def out() -> Console:
     """Where results go, made anew: a test may have put another stream in its place."""
+    from rich.console import Console
+
     return Console(file=sys.stdout)
 
 
-def err() -> Console:
-    """Where everything else goes."""
-    return Console(file=sys.stderr)
+def err(*, quiet: bool = False) -> Console:
+    """Where everything else goes; nowhere, if it shall be quiet."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, quiet=quiet)
+
+
+def check_exists(path: Path) -> None:
+    """FileNotFoundError, before anything slow is imported."""
+    if not path.exists():
+        raise FileNotFoundError(f"There is nothing at {path}.")
 
 
 def print_json(document: Mapping[str, Any] | list[Any]) -> None:
     """Strict JSON: what is not finite is null."""
-    print(json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False))
+    ascii_only = codecs.lookup(sys.stdout.encoding).name != "utf-8"
+    print(json.dumps(plain(document), indent=2, ensure_ascii=ascii_only, allow_nan=False))
 
 
 def _sentence(error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, out, print_json, say
+from dpspan.cli.app import Json, Quiet, app, check_exists, out, print_json, say
 from dpspan.strict_json import plain
 
 _NOTE = "unprivate: an audit (membership inference) of the model was made on private records"
@@ -17,11 +17,13 @@ _NOTE = "unprivate: an audit (membership inference) of the model was made on pri
 def audit_command(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Can the members of RUN's training data be told by their loss? The answer is NOT private.
 
     It is kept in audit.json, and RUN's certificate and reports will say that it was asked for.
     """
+    check_exists(run)
     from dataclasses import asdict
 
     from dpspan.audit import membership_inference
@@ -64,4 +66,5 @@ def audit_command(
         "high rate proves a leak; a rate near 50 % proves nothing, as better attacks may succeed.",
         soft_wrap=True,
     )
-    say(f"{folder.audit} holds this, and must not be published; the certificate mentions it.")
+    if not quiet:
+        say(f"{folder.audit} holds this, and must not be published; the certificate mentions it.")

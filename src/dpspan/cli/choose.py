@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, out, print_json, say
+from dpspan.cli.app import Json, Quiet, app, out, print_json, say
 
 if TYPE_CHECKING:
     from dpspan.config import Config
@@ -22,16 +22,14 @@ def choose_command(
     ] = False,
     rank: Annotated[int, typer.Option(help="Directions to compare in the table.")] = 16,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Choose among the public data of CONFIG, privately, as its `choose` section says.
 
-    The choice is kept in the output folder, and the run that trains there pays for it.
+    The choice is kept in the output folder, and the run that trains there pays for it. That a table
+    was looked at instead is kept there too: the certificate and the report will say so.
     """
     from dpspan.config import load_config
-    from dpspan.run.choice import chosen_public
-    from dpspan.run.folder import RunFolder
-    from dpspan.run.parts import make_parts
-    from dpspan.run.training import run_ledger
 
     settings = load_config(config)
     if unprivate_rank:
@@ -42,6 +40,11 @@ def choose_command(
             f"{config} has no `choose` section. Add one, such as `choose: {{epsilon: 0.1}}`, or "
             "look at a table by --unprivate-rank, which is not private."
         )
+    from dpspan.run.choice import chosen_public
+    from dpspan.run.folder import RunFolder
+    from dpspan.run.parts import make_parts
+    from dpspan.run.training import run_ledger
+
     folder = RunFolder(settings.output.folder)
     with folder.locked():
         ledger = run_ledger(settings, folder)
@@ -50,18 +53,24 @@ def choose_command(
         print_json(choice)
         return
     out().print(f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}")
-    say(f"{choice['note']} `dpspan train {config}` uses it, and pays for it.")
+    if not quiet:
+        say(f"{choice['note']} `dpspan train {config}` uses it, and pays for it.")
 
 
 def _rank(settings: Config, rank: int, as_json: bool) -> None:
     from torch import nn
 
     from dpspan.choose import rank_public
+    from dpspan.choose.ranking import LOOKED_AT
+    from dpspan.run.folder import RunFolder
     from dpspan.run.parts import make_parts
 
-    parts = make_parts(settings)
-    if not parts.public:
+    if not settings.data.public:
         raise ValueError("There is nothing to rank: name datasets under data.public.")
+    parts = make_parts(settings)
+    folder = RunFolder(settings.output.folder)
+    with folder.locked():
+        folder.warn(LOOKED_AT)  # on record before anybody sees the table
     ranking = rank_public(
         parts.model,
         nn.CrossEntropyLoss(),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpspan.cli.app import Json, app, err, out, print_json, say
+from dpspan.cli.app import Json, Quiet, app, err, out, print_json, say
 
 if TYPE_CHECKING:
     from dpspan.comparison import Contender
@@ -26,6 +26,7 @@ def compare_command(
     to: Annotated[Path, typer.Option("--out", help="Folder for all runs.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 3,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train CONFIGS at the same budget, with several seeds each. Every run is a release.
 
@@ -34,12 +35,12 @@ def compare_command(
     added if it is not there, and so are public data only and a warm start where there are public
     labels.
     """
+    settings = _read(configs)
     from dpspan.cli.tasks import contender_of, task_of
     from dpspan.comparison import compare, verdicts
     from dpspan.mechanisms import DPSGD
     from dpspan.transfer import WarmStart
 
-    settings = _read(configs)
     first = next(iter(settings.values()))
     parts = _parts(first, to)
     assert parts.test is not None
@@ -74,7 +75,7 @@ def compare_command(
         contenders,
         out=to,
         seeds=range(seed, seed + seeds),
-        console=None if as_json else err(),
+        console=None if as_json or quiet else err(),
     )
     comparison.plot(to / "comparison.png")
     if as_json:
@@ -83,7 +84,8 @@ def compare_command(
     out().print(comparison)
     for sentence in verdicts(comparison):
         out().print(f"• {sentence}")
-    say(f"Runs, comparison.json and comparison.png are in {to}. Next: dpspan report {to}")
+    if not quiet:
+        say(f"Runs, comparison.json and comparison.png are in {to}. Next: dpspan report {to}")
 
 
 def _read(paths: list[Path]) -> dict[str, Config]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, err, out, print_json
+from dpspan.cli.app import Json, Quiet, app, err, out, print_json
 
 
 @app.command(name="demo")
@@ -16,10 +16,14 @@ def demo_command(
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
     jobs: Annotated[int | None, typer.Option(help="Runs at a time.")] = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """What public data is worth, on real digits, in a few minutes. Nothing is downloaded."""
     from dpspan.demo import run as run_demo
 
-    comparison = run_demo(to, err() if as_json else out(), seeds=seeds, jobs=jobs)
+    tour = err(quiet=quiet) if as_json or quiet else out()
+    comparison = run_demo(to, tour, seeds=seeds, jobs=jobs)
     if as_json:
         print_json(comparison.to_dict())
+    elif quiet:
+        out().print(comparison)

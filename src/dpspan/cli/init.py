@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
-import yaml
 
-from dpspan.cli.app import Json, app, print_json, say
+from dpspan.checks import near
+from dpspan.cli.app import Json, Quiet, app, check_exists, print_json, say
 
 _Fields = dict[str, Any]
 
@@ -37,10 +36,9 @@ def init(
     interactive: Annotated[bool, typer.Option(help="Ask for what is missing.")] = False,
     force: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a commented configuration for `dpspan train`."""
-    from dpspan.config import parse_config
-
     if interactive:
         data = data or Path(typer.prompt("Private data (file or folder)"))
         classes = classes or typer.prompt("Number of classes, or their names (cat,dog)")
@@ -65,6 +63,8 @@ def init(
         batch_size=batch_size,
         folder=_flow(str(folder)),
     )
+    from dpspan.config import parse_config
+
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
     try:
         out.write_text(text, encoding="utf-8")
@@ -72,12 +72,14 @@ def init(
         raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
     if as_json:
         print_json({"config": str(out)})
-    else:
+    elif not quiet:
         say(f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}")
 
 
 def _flow(value: Any) -> str:
     """On one line of YAML."""
+    import yaml
+
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -93,8 +95,7 @@ def _model(name: str) -> _Fields:
 
 
 def _source(path: Path, label: str | None, part: str) -> _Fields:
-    if not path.exists():
-        raise FileNotFoundError(f"There is nothing at {path}.")
+    check_exists(path)
     for fits, describe in _FORMATS.values():
         if fits(path):
             return describe(path, label, part)
@@ -105,41 +106,69 @@ def _source(path: Path, label: str | None, part: str) -> _Fields:
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Fields:
+    import numpy as np
+
+    from dpspan.data.source import unreadable
+
     try:
         with np.load(path, allow_pickle=False) as file:
             names = list(file.files)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a readable npz file: {error}.") from error
+    except Exception as error:  # of zip files, of numpy's own, or a file of another kind
+        raise unreadable(path, "npz file", error) from None
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
     labels = label or next((n for n in (f"y_{part}", "y", "labels", "y_train") if n in names), None)
     if inputs is None or labels not in names:
         raise ValueError(
-            f"Cannot tell which arrays of {path} are inputs and labels: it has {', '.join(names)}. "
-            "Name the inputs x, and pass --label."
+            f"Cannot tell which of the {len(names)} arrays of {path} are inputs and labels. Name "
+            "the inputs x, and pass --label."
         )
     return {"format": "npz", "path": str(path), "inputs": inputs, "labels": labels}
 
 
 def _csv(path: Path, label: str | None, part: str) -> _Fields:
-    from dpspan.data.tables import unreadable_csv
+    from dpspan.data.source import unreadable
 
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names = next(csv.reader(file), [])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable_csv(path, error) from error
+        raise unreadable(path, "CSV file", error) from None
+    if len(set(names)) < len(names) or any(_is_measured(name) for name in names):
+        raise ValueError(
+            f"The first line of {path} looks like a record: it holds broken numbers, or one value "
+            "twice. Put a line with the names of the columns on top, each of its own."
+        )
     return _table("csv", path, names, label)
+
+
+def _is_measured(text: str) -> bool:
+    """Whether it is a number with decimals; columns may well be called 0, 1, 2."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not text.strip().isdecimal()
 
 
 def _parquet(path: Path, label: str | None, part: str) -> _Fields:
     from pyarrow import parquet
 
-    return _table("parquet", path, parquet.read_schema(path).names, label)
+    from dpspan.data.source import unreadable
+
+    try:
+        names = parquet.read_schema(path).names
+    except Exception as error:
+        raise unreadable(path, "Parquet file", error) from None
+    return _table("parquet", path, names, label)
 
 
 def _table(kind: str, path: Path, names: list[str], label: str | None) -> _Fields:
-    if len(names) < 2 or (label is not None and label not in names):
-        raise ValueError(f"Expected --label to be a column of {path}: {', '.join(names)}.")
+    if len(names) < 2:
+        raise ValueError(f"Expected at least 2 columns in {path}, got {len(names)}.")
+    if label is not None and label not in names:
+        raise ValueError(
+            f"Expected --label to be one of the {len(names)} columns of {path}{near(label, names)}."
+        )
     chosen = names[-1] if label is None else label
     inputs = [name for name in names if name != chosen]
     return {"format": kind, "path": str(path), "inputs": inputs, "label": chosen}
@@ -154,8 +183,11 @@ def _datasets(path: Path, label: str | None, part: str) -> _Fields:
     fields: _Fields = {"format": "datasets", "path": str(path), "label": label or "label"}
     listing = path / "dataset_dict.json"
     if listing.exists():
-        splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
-        fields["split"] = part if part in splits else splits[0]
+        try:
+            splits = json.loads(listing.read_bytes())["splits"]
+            fields["split"] = part if part in splits else splits[0]
+        except (ValueError, TypeError, LookupError):
+            raise ValueError(f"{listing} does not list the splits of a dataset.") from None
     return fields
 
 
@@ -181,6 +213,8 @@ def _has_test(private: _Fields) -> bool:
     """Whether an npz file holds test arrays beside the training ones."""
     if private.get("inputs") != "x_train":
         return False
+    import numpy as np
+
     with np.load(private["path"], allow_pickle=False) as file:
         return {"x_test", "y_test"} <= set(file.files)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpspan.cli.app import Json, app, print_json, say
+from dpspan.cli.app import Json, Quiet, app, check_exists, print_json, say
 
 
 @app.command(name="report")
@@ -21,12 +21,15 @@ def report_command(
         typer.Option("--include-unprivate", help="Show what is not private; never publish it."),
     ] = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a page about RUNS, to show to others."""
+    for run in runs:
+        check_exists(run)
     from dpspan.report import render
 
     path = render(runs, to or runs[0] / "report.html", include_unprivate)
     if as_json:
         print_json({"report": str(path)})
-    else:
+    elif not quiet:
         say(f"Wrote {path}.")

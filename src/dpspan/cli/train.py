@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
-from dpspan.cli.app import Json, app, err, print_json, say
+from dpspan.cli.app import Json, Quiet, app, err, print_json, say
 
 if TYPE_CHECKING:
     from dpspan.run import Progress, Result
@@ -23,8 +21,15 @@ def train(
     config: Annotated[Path, typer.Argument(help="A configuration; `dpspan init` writes one.")],
     resume: Annotated[bool, typer.Option(help="Go on from the folder's checkpoint.")] = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a model privately, as CONFIG says."""
+    from dpspan.config import load_config
+
+    load_config(config)  # what is wrong with it is said before anything slow is imported
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     from dpspan.run import train as run_training
 
     columns = (
@@ -34,7 +39,7 @@ def train(
         TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}"),
         TimeRemainingColumn(),
     )
-    bar = Bar(*columns, console=err(), disable=as_json)
+    bar = Bar(*columns, console=err(), disable=as_json or quiet)
     task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
     with _stopping() as stopper:
 

@@ -38,6 +38,8 @@ from dpspan.comparison.task import PUBLIC_ONLY, Contender, Task, with_baselines
 from dpspan.comparison.training import Outcome, metric_name, train
 from dpspan.events import event_from_json
 from dpspan.ledger import Ledger
+from dpspan.processes import refuse_several_processes
+from dpspan.promises import warn_of_weaknesses
 from dpspan.run.folder import read_json
 
 Job = tuple[Contender, int]
@@ -90,8 +92,10 @@ def compare(
         >>> [row.name for row in comparison.rows]
         ['DP-SGD']
     """
+    refuse_several_processes()
     expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)
     check_count("jobs", jobs)
+    warn_of_weaknesses(task.budget.epsilon, task.budget.delta, task.count)
     everyone, out = with_baselines(task, contenders), Path(out)
     _check_folders(everyone)
     with locked(out):
@@ -157,7 +161,8 @@ def _run_all(
 def _progress(console: Console | None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, disable=console is None) as progress:
+    where = console or Console(quiet=True)  # a disabled bar may still end its line
+    with Progress(*columns, console=where, disable=where.quiet) as progress:
         yield progress
 
 
@@ -253,7 +258,6 @@ def _collected(
                     seed=seed,
                     epsilon=float(spent["epsilon"]),
                     value=metrics[-1][metric],
-                    seconds=metrics[-1]["seconds"],
                     folder=str(folder.relative_to(out)),
                     diverged=run["diverged"],
                 )

@@ -41,7 +41,7 @@ def describe_schedule(schedule: Schedule) -> dict[str, Any]:
     """Its factors over 1,000 steps: the first, the last, and a digest of them all."""
     factors = [float(schedule(step, _STEPS)) for step in range(_STEPS)]
     wrong = [factor for factor in factors if not 0 <= factor < math.inf]
-    expect(not wrong, "a schedule of finite factors >= 0", wrong[:1])
+    expect(not wrong, "a schedule of finite factors >= 0", next(iter(wrong), None))
     text = ",".join(f"{factor:.9g}" for factor in factors)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {"first": factors[0], "last": factors[-1], "sha256": digest}

@@ -6,7 +6,7 @@ import json
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ class Result:
     seed: int
     epsilon: float
     value: float
-    seconds: float
     folder: str
     diverged: str | None = None
 
@@ -110,14 +109,12 @@ class Comparison:
     def from_dict(cls, content: dict[str, Any]) -> Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
-            raise ValueError(
-                f"Expected a comparison of format {FORMAT!r}, got {content.get('format')!r}."
-            )
+            raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
         metric = content["metric"]
-        rows = []
+        rows, known = [], {field.name: field.name for field in fields(Result)} | {metric: "value"}
         for row in content["rows"]:
             results = tuple(
-                Result(**{"value" if k == metric else k: v for k, v in result.items()})
+                Result(**{known[k]: v for k, v in result.items() if k in known})
                 for result in row["results"]
             )
             own = {k: v for k, v in row.items() if not k.startswith(metric)}
@@ -140,7 +137,7 @@ class Comparison:
             caption="; ".join(notes),
         )
         shown.add_column("training")
-        for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr", "s a run"):
+        for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr"):
             shown.add_column(heading, justify="right")
         for row in self.rows:
             values, failed = row.values, sum(r.diverged is not None for r in row.results)
@@ -150,7 +147,6 @@ class Comparison:
                 f"{min(values):.1%} … {max(values):.1%}",
                 f"{row.epsilon:.3f}" if row.private else "0",
                 "" if row.learning_rate is None else f"{row.learning_rate:g}",
-                f"{statistics.mean(r.seconds for r in row.results):.1f}",
             )
         return shown
 

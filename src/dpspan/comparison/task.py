@@ -96,11 +96,16 @@ class Task:
         expect(callable(self.model), "model to be a function that makes a model", self.model)
 
     @property
-    def sample_rate(self) -> float:
-        """q; counts the private records unless `records` does."""
+    def count(self) -> int:
+        """About how many private records there are: as stated, or what the sampling rate tells."""
         records = self.records or len(self.private)  # type: ignore[arg-type]
         expect(records > 0, "at least 1 private record", records)
-        return min(1.0, self.batch_size / records)
+        return records
+
+    @property
+    def sample_rate(self) -> float:
+        """q; counts the private records unless `records` does."""
+        return min(1.0, self.batch_size / self.count)
 
     @property
     def start(self) -> WarmStart | None:
@@ -211,7 +216,7 @@ def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contend
     """
     names = [contender.name for contender in contenders]
     repeated = sorted({name for name in names if names.count(name) > 1})
-    expect(not repeated, "every contender to have a name of its own", repeated)
+    expect(not repeated, "every contender to have a name of its own", ", ".join(repeated))
     plain = [c for c in contenders if isinstance(c.method, DPSGD)]
     if not plain:
         raise ValueError(

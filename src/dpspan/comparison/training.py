@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,9 @@ from dpspan.encoded import encodings
 from dpspan.engine import PrivacyEngine
 from dpspan.events import step_event
 from dpspan.ledger import Ledger
+from dpspan.overlap import refuse_overlap
 from dpspan.public import PublicData, move
+from dpspan.randomness import seeded
 from dpspan.sampling import PoissonDraw
 from dpspan.transfer import WarmStart
 
@@ -46,25 +47,26 @@ class Outcome:
 
 def train(task: Task, contender: Contender, seed: int) -> Outcome:
     """Train and measure. The seed is of weights and public training, never of noise."""
-    began = time.perf_counter()
     model = _new_model(task, seed)
     if contender.method is None:
-        return _public_only(task, contender, model, seed, began)
+        return _public_only(task, contender, model, seed)
     ledger = _ledger(contender, task.accountant)
     rate = task.sample_rate
     draw = PoissonDraw.one_pass(records=len(task.private), sample_rate=rate)  # type: ignore[arg-type]
     steps = task.epochs * draw.steps_per_epoch
     noise = calibrated(task.budget, ledger.events, rate, steps, task.accountant)
-    run = _Run(task, contender, model, seed, ledger, noise, rate)
+    # A rate that comes from the data is for the engine to find, and to say so.
+    given = None if task.records is None else rate
+    run = _Run(task, contender, model, seed, ledger, noise, given)
     ledger.budget = task.budget
     ledger.reserve(step_event(noise, rate), steps)
     # Before the first private step, and at each point of the curve.
-    metrics = [{"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}]
+    metrics = [{"step": 0, "epoch": 0, **_measured(task, ledger, model)}]
     for epoch in range(1, task.epochs + 1):
         goes_on = run.epoch()
         if not goes_on or epoch == task.epochs or epoch % max(1, task.epochs // _LINES) == 0:
             line = {"step": run.taken, "epoch": epoch}
-            metrics.append({**line, **_measured(task, ledger, model, began)})
+            metrics.append({**line, **_measured(task, ledger, model)})
         if not goes_on:
             break
     run.engine.detach()
@@ -107,7 +109,7 @@ class _Run:
         seed: int,
         ledger: Ledger,
         noise_multiplier: float,
-        sample_rate: float,
+        sample_rate: float | None,
     ) -> None:
         self.engine = PrivacyEngine(ledger=ledger)
         self._task, self._model, self._schedule = task, model, contender.schedule
@@ -160,8 +162,8 @@ class _Run:
 
 
 def _new_model(task: Task, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    place = nn.ParameterList([torch.empty(0, device=task.device)])
+    with seeded(place, seed):  # only the generators that are put back afterwards
         return task.model().to(task.device)
 
 
@@ -175,22 +177,21 @@ def metric_name(task: Task, name: str) -> str:
     return f"test_{name}" if task.test_is_public else f"unprivate_test_{name}"
 
 
-def _public_only(
-    task: Task, contender: Contender, model: nn.Module, seed: int, began: float
-) -> Outcome:
-    """The free baseline: no private record is looked at, so ε = 0."""
+def _public_only(task: Task, contender: Contender, model: nn.Module, seed: int) -> Outcome:
+    """The free baseline: no private record is trained on, so ε = 0."""
     assert contender.warm_start is not None
     ledger = Ledger(accountant=task.accountant, budget=task.budget)
     data = PublicData.of(contender.warm_start.data)
+    refuse_overlap(data, task.private)  # or it is not free
     start = dataclasses.replace(contender.warm_start, data=data, seed=seed)
-    before = {"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}
+    before = {"step": 0, "epoch": 0, **_measured(task, ledger, model)}
     detail = start.summary(start.run(model, task.criterion))
     ledger.declare_public(data.name, data.digest, data.count, detail=detail)
     for each in encodings(task.private):  # their layer is a part of the model; no record is read
         ledger.declare_public(
             each.public.name, each.public.digest, each.public.count, detail=each.layer
         )
-    after = {"step": 0, "epoch": 0, **_measured(task, ledger, model, began)}
+    after = {"step": 0, "epoch": 0, **_measured(task, ledger, model)}
     _note_test(task, ledger)
     return Outcome(
         metrics=[before, after],
@@ -248,12 +249,11 @@ def _epsilon(events: Spent, delta: float, accountant: str) -> float:
     return account(events, delta, accountant).epsilon
 
 
-def _measured(task: Task, ledger: Ledger, model: nn.Module, began: float) -> dict[str, Any]:
-    """ε so far, time so far, and the model on the test records."""
+def _measured(task: Task, ledger: Ledger, model: nn.Module) -> dict[str, Any]:
+    """ε so far, and the model on the test records; no time, which depends on what was drawn."""
     accuracy, loss = accuracy_and_loss(task, model)
     return {
         "epsilon": _epsilon(ledger.events, task.budget.delta, task.accountant),
-        "seconds": round(time.perf_counter() - began, 2),
         metric_name(task, "loss"): loss if math.isfinite(loss) else None,
         metric_name(task, "accuracy"): accuracy,
     }

@@ -18,7 +18,8 @@ from dpspan.config.training import AnyTrainable, TrainingSection, WarmStartSecti
 from dpspan.config.yaml_file import ConfigError as ConfigError
 from dpspan.config.yaml_file import parse, read
 from dpspan.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
-from dpspan.section import Count, File, Positive, Section, Share, Texts
+from dpspan.promises import LARGEST_DELTA
+from dpspan.section import Count, File, Positive, Section, Texts
 
 AnySource = Annotated[
     Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
@@ -61,7 +62,7 @@ class BudgetSection(Section):
 
     epsilon: Positive | None = None
     noise_multiplier: Positive | None = None
-    delta: Share
+    delta: Annotated[float, Field(gt=0, lt=LARGEST_DELTA)]
     accountant: Literal["pld", "rdp"] = "pld"
 
     @model_validator(mode="after")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
 
-from dpspan.patches import PatchFeatures
-from dpspan.public import PublicData
+import dpspan
 from dpspan.section import Count, Counts, Section
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PatchesSection(Section):
@@ -34,6 +35,8 @@ class PatchesSection(Section):
         found: dict[str, Any] = self.model_dump(mode="json", include=fields)
         return found
 
-    def learn(self, public: PublicData, *, seed: int, device: torch.device | str) -> PatchFeatures:
+    def learn(
+        self, public: dpspan.PublicData, *, seed: int, device: torch.device | str
+    ) -> dpspan.PatchFeatures:
         """The layer."""
-        return PatchFeatures.learn(public, **self.settings, seed=seed, device=device)
+        return dpspan.PatchFeatures.learn(public, **self.settings, seed=seed, device=device)

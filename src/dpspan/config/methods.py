@@ -1,35 +1,32 @@
-"""The `method` section: a method of dpspan by its name, with its settings."""
+"""The `method` section: a method of dpspan by its name, with its settings.
+
+Methods are imported when they are built: a mistake in a configuration waits for no torch.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from dpspan.anchors import RandomSubspace
-from dpspan.clipping import AutomaticClipping, ClippingRule, FlatClipping
-from dpspan.mechanisms import (
-    DPSGD,
-    GEP,
-    PDPSGD,
-    RGP,
-    BiasedGEP,
-    Method,
-    MirrorDescent,
-)
-from dpspan.mixing import ConstantMixing, CosineMixing
-from dpspan.public import PublicData
+import dpspan
 from dpspan.section import Count, Positive, Section, Share
-from dpspan.solvers import Eigh, Lanczos, PowerIteration, Solver
-from dpspan.span import by_stage
 
-_CLIPPING: Mapping[str, ClippingRule] = {"flat": FlatClipping(), "automatic": AutomaticClipping()}
-_SOLVERS: Mapping[str, Solver] = {
-    "eigh": Eigh(),
-    "lanczos": Lanczos(),
-    "power": PowerIteration(),
+if TYPE_CHECKING:
+    from dpspan.clipping import ClippingRule
+    from dpspan.mechanisms import Method
+    from dpspan.solvers import Solver
+
+_CLIPPING: Mapping[str, Callable[[], ClippingRule]] = {
+    "flat": lambda: dpspan.FlatClipping(),
+    "automatic": lambda: dpspan.AutomaticClipping(),
+}
+_SOLVERS: Mapping[str, Callable[[], Solver]] = {
+    "eigh": lambda: dpspan.Eigh(),
+    "lanczos": lambda: dpspan.Lanczos(),
+    "power": lambda: dpspan.PowerIteration(),
 }
 
 
@@ -45,11 +42,11 @@ class MethodSection(Section):
         return False
 
     @abstractmethod
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
         """The method, for a run of so many steps."""
 
     def _clips(self) -> dict[str, Any]:
-        return {"clip": self.clip, "clipping": _CLIPPING[self.clipping]}
+        return {"clip": self.clip, "clipping": _CLIPPING[self.clipping]()}
 
 
 class DpsgdSection(MethodSection):
@@ -57,8 +54,8 @@ class DpsgdSection(MethodSection):
 
     name: Literal["dpsgd"] = "dpsgd"
 
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
-        return DPSGD(**self._clips())
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        return dpspan.DPSGD(**self._clips())
 
 
 class SubspaceSection(MethodSection):
@@ -81,18 +78,18 @@ class SubspaceSection(MethodSection):
     def needs_public(self) -> bool:
         return not self.random_subspace
 
-    def _subspace(self, public: PublicData | None) -> dict[str, Any]:
+    def _subspace(self, public: dpspan.PublicData | None) -> dict[str, Any]:
         source: dict[str, Any]
         if self.random_subspace:
-            source = {"subspace": RandomSubspace(rank=self.rank)}
+            source = {"subspace": dpspan.RandomSubspace(rank=self.rank)}
         else:
             source = {
                 "public": public,
                 "rank": self.rank,
                 "public_labels": self.public_labels,
                 "public_samples": self.public_samples,
-                "groups": by_stage if self.groups == "by_stage" else self.groups,
-                "solver": _SOLVERS[self.solver],
+                "groups": dpspan.by_stage if self.groups == "by_stage" else self.groups,
+                "solver": _SOLVERS[self.solver](),
             }
         return {**self._clips(), **source, "refresh": self.refresh, "diagnose": self.diagnose}
 
@@ -103,8 +100,8 @@ class PdpsgdSection(SubspaceSection):
     name: Literal["pdpsgd"] = "pdpsgd"
     start_epoch: Annotated[int, Field(ge=0)] = 0
 
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
-        return PDPSGD(**self._subspace(public), start_epoch=self.start_epoch)
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        return dpspan.PDPSGD(**self._subspace(public), start_epoch=self.start_epoch)
 
 
 class BiasedGepSection(SubspaceSection):
@@ -112,8 +109,8 @@ class BiasedGepSection(SubspaceSection):
 
     name: Literal["biased-gep"] = "biased-gep"
 
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
-        return BiasedGEP(**self._subspace(public))
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        return dpspan.BiasedGEP(**self._subspace(public))
 
 
 class GepSection(SubspaceSection):
@@ -125,8 +122,8 @@ class GepSection(SubspaceSection):
     leftover: bool = False
     clean_residual: bool = False
 
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
-        return GEP(
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        return dpspan.GEP(
             **self._subspace(public),
             residual_clip=self.residual_clip,
             embedding_share=self.embedding_share,
@@ -144,8 +141,8 @@ class RgpSection(MethodSection):
     left_only: bool = False
     full_scale: Positive = 1.0
 
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
-        return RGP(
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        return dpspan.RGP(
             **self._clips(),
             rank=self.rank,
             carriers=self.carriers,
@@ -168,11 +165,13 @@ class MirrorSection(MethodSection):
     def needs_public(self) -> bool:
         return True
 
-    def build(self, public: PublicData | None, *, steps: int) -> Method:
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
         share = self.private_share
-        return MirrorDescent(
+        return dpspan.MirrorDescent(
             public=public,
-            mixing=CosineMixing(steps=steps) if share is None else ConstantMixing(share=share),
+            mixing=dpspan.CosineMixing(steps=steps)
+            if share is None
+            else dpspan.ConstantMixing(share=share),
             public_samples=self.public_samples,
             public_clip=self.public_clip,
             diagnose=self.diagnose,

@@ -10,18 +10,17 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import safetensors.torch
-import torch
 from pydantic import Field
-from torch import nn
 
-from dpspan.choose.probe import ProbeNetwork
-from dpspan.data import Loaded
-from dpspan.models import MLP, PaperCNN, ResNet20, WideResNet
+import dpspan
 from dpspan.section import Count, Counts, File, Section
-from dpspan.validation import fix
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dpspan.data import Loaded
 
 
 class ModelSection(Section):
@@ -36,10 +35,12 @@ class ModelSection(Section):
     def draw(self, data: Loaded) -> nn.Module:
         """The network for samples like these, with random weights from torch's generator."""
         model = self.make(data)
-        return fix(model) if self.fix else model
+        return dpspan.fix(model) if self.fix else model
 
     def build(self, data: Loaded, *, seed: int) -> nn.Module:
         """The same network for the same seed."""
+        import torch
+
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.draw(data)
@@ -51,6 +52,8 @@ class LogisticSection(ModelSection):
     name: Literal["logistic"] = "logistic"
 
     def make(self, data: Loaded) -> nn.Module:
+        from dpspan.models import MLP
+
         return MLP(math.prod(data.shape), (), data.classes)
 
 
@@ -61,6 +64,8 @@ class MlpSection(ModelSection):
     hidden: Counts = (128,)
 
     def make(self, data: Loaded) -> nn.Module:
+        from dpspan.models import MLP
+
         return MLP(math.prod(data.shape), self.hidden, data.classes)
 
 
@@ -76,6 +81,8 @@ class CnnSection(ModelSection):
                 f"Expected square images of at least 14 × 14 pixels for the model cnn, got "
                 f"{height} × {width}. Resize them, or use mlp or a factory of your own."
             )
+        from dpspan.models import PaperCNN
+
         return PaperCNN(classes=data.classes, channels=channels, size=height)
 
 
@@ -86,6 +93,8 @@ class ResNet20Section(ModelSection):
 
     def make(self, data: Loaded) -> nn.Module:
         _image_shape(self.name, data, channels=3)
+        from dpspan.models import ResNet20
+
         return ResNet20(classes=data.classes)
 
 
@@ -98,6 +107,8 @@ class WideResNetSection(ModelSection):
 
     def make(self, data: Loaded) -> nn.Module:
         _image_shape(self.name, data, channels=3)
+        from dpspan.models import WideResNet
+
         return WideResNet(depth=self.depth, widen=self.widen, classes=data.classes)
 
 
@@ -107,6 +118,10 @@ class ProbeSection(ModelSection):
     name: Literal["probe"] = "probe"
 
     def make(self, data: Loaded) -> nn.Module:
+        import torch
+
+        from dpspan.choose.probe import ProbeNetwork
+
         channels, *_ = _image_shape(self.name, data)
         seed = int(torch.randint(2**31, ()))
         return ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
@@ -160,6 +175,9 @@ AnyModel = Annotated[
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Put weights into a model, with nothing executed; RuntimeError if they do not fit."""
+    import safetensors.torch
+    import torch
+
     if not path.exists():
         raise FileNotFoundError(f"There are no weights at {path}.")
     try:
@@ -167,11 +185,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
             safetensors.torch.load_model(model, path)  # knows about tied weights
             return
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(
-            f"{path} holds no weights that can be read safely: {error}. Save "
-            "model.state_dict() as safetensors."
-        ) from error
+    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
+            "safetensors."
+        ) from None
     if not isinstance(loaded, dict):
         raise ValueError(f"Expected a state_dict in {path}, got a {type(loaded).__name__}.")
     model.load_state_dict(loaded)
@@ -190,6 +208,8 @@ def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[
 
 
 def _called(reference: str, arguments: dict[str, Any]) -> nn.Module:
+    from torch import nn
+
     made = _imported(reference)(**arguments)
     if not isinstance(made, nn.Module):
         raise TypeError(

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import nn
-from torch.optim import Optimizer
 
-from dpspan.augmentation import RandomAffine
-from dpspan.public import PublicData
-from dpspan.second_phase import SecondPhase
+import dpspan
 from dpspan.section import Count, Positive, Section, Share, Texts
-from dpspan.trainable import BiasOnly, FirstAndLast, LastLayers, LoRA, Named, Trainable
-from dpspan.transfer import WarmStart
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from dpspan.trainable import Trainable
 
 NotNegative = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -42,7 +41,9 @@ class SgdSection(OptimizerSection):
     momentum: BelowOne = 0.0
 
     def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
-        return torch.optim.SGD(
+        from torch.optim import SGD
+
+        return SGD(
             parameters,
             lr=self.learning_rate if lr is None else lr,
             momentum=self.momentum,
@@ -58,7 +59,9 @@ class AdamSection(OptimizerSection):
     beta2: BelowOne = 0.999
 
     def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
-        return torch.optim.AdamW(
+        from torch.optim import AdamW
+
+        return AdamW(
             parameters,
             lr=self.learning_rate if lr is None else lr,
             betas=(self.beta1, self.beta2),
@@ -141,7 +144,7 @@ class LastLayersSection(Section):
     count: Count = 1
 
     def build(self) -> Trainable:
-        return LastLayers(self.count)
+        return dpspan.LastLayers(self.count)
 
 
 class FirstAndLastSection(Section):
@@ -150,7 +153,7 @@ class FirstAndLastSection(Section):
     name: Literal["first-and-last"] = "first-and-last"
 
     def build(self) -> Trainable:
-        return FirstAndLast()
+        return dpspan.FirstAndLast()
 
 
 class NamedSection(Section):
@@ -160,7 +163,7 @@ class NamedSection(Section):
     paths: Texts = Field(min_length=1)
 
     def build(self) -> Trainable:
-        return Named(self.paths)
+        return dpspan.Named(self.paths)
 
 
 class BiasSection(Section):
@@ -170,7 +173,7 @@ class BiasSection(Section):
     also: Texts = ()
 
     def build(self) -> Trainable:
-        return BiasOnly(also=self.also)
+        return dpspan.BiasOnly(also=self.also)
 
 
 class LoraSection(Section):
@@ -183,7 +186,7 @@ class LoraSection(Section):
     also: Texts = ()
 
     def build(self) -> Trainable:
-        return LoRA(rank=self.rank, alpha=self.alpha, targets=self.targets, also=self.also)
+        return dpspan.LoRA(rank=self.rank, alpha=self.alpha, targets=self.targets, also=self.also)
 
 
 AnyTrainable = Annotated[
@@ -202,8 +205,8 @@ class AffineSection(Section):
     shear: NotNegative = 0.1
     mirror: bool = False
 
-    def build(self) -> RandomAffine:
-        return RandomAffine(**self.model_dump(exclude={"name"}))
+    def build(self) -> dpspan.RandomAffine:
+        return dpspan.RandomAffine(**self.model_dump(exclude={"name"}))
 
 
 class WarmStartSection(Section):
@@ -218,10 +221,12 @@ class WarmStartSection(Section):
     patience: Count = 20
     augment: AffineSection | None = None
 
-    def build(self, data: PublicData, trainable: Trainable | None, *, seed: int) -> WarmStart:
+    def build(
+        self, data: dpspan.PublicData, trainable: Trainable | None, *, seed: int
+    ) -> dpspan.WarmStart:
         """The warm start on these data."""
         settings: dict[str, Any] = self.model_dump(exclude={"public", "augment"})
         settings |= {"seed": seed, "augment": self.augment.build() if self.augment else None}
         if trainable is None:
-            return WarmStart(data=data, **settings)
-        return SecondPhase(data=data, trainable=trainable, **settings)
+            return dpspan.WarmStart(data=data, **settings)
+        return dpspan.SecondPhase(data=data, trainable=trainable, **settings)

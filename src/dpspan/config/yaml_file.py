@@ -1,4 +1,8 @@
-"""YAML files read for people: every complaint has its line and says what is allowed."""
+"""YAML files read for people: every complaint has its line and says what is allowed.
+
+None shows what the file holds: somebody will give the private data where a configuration is meant.
+So of keys only those are named that a configuration has, and of values only the kind.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +45,16 @@ for _tag, _pattern, _first in (
 
 def read(path: str | Path, model: type[Model]) -> Model:
     """The file as a checked model; ConfigError with `path:line` for what is wrong."""
+    return parse(read_text(path), model, name=str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """What a file says; ConfigError if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"Cannot read the configuration {path}: {reason}.") from error
-    return parse(text, model, name=str(path))
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise ConfigError(f"Cannot read the configuration {path}: {reason}.") from None
 
 
 def parse(text: str, model: type[Model], *, name: str) -> Model:
@@ -54,29 +62,42 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        _refuse_duplicates(node, name)
+        _refuse_duplicates(node, name)  # before `<<:` is put in
         values = {} if node is None else loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+    except ConfigError:
+        raise
+    except Exception as error:  # a tag such as !!int has errors of its own
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
-        problem = error.problem or error.context
-        raise ConfigError(f"{where}: This is not YAML: {problem}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: This is not YAML: {error}.") from error
+        raise ConfigError(
+            f"{where}: This is not YAML, or not here: look for tabs, for brackets and quotes that "
+            "are not closed, and for aliases that nothing defines."
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{name}:1: Expected keys and values, such as 'data:', got {values!r}.")
+        raise ConfigError(
+            f"{name}:1: Expected keys and values, such as 'data:', got {_kind(values)}. Is this a "
+            "configuration? `dpspan init` writes one."
+        )
     try:
         return model.model_validate(values)
     except ValidationError as error:
         complete = _with_allowed_tags(error, model, values)
-        problems: dict[str, None] = {}
-        seen = set()
-        for found in complete.errors():
-            place, line = _place(node, found)
-            if place not in seen:  # of a value that could be several things, one complaint will do
-                seen.add(place)
-                problems[f"{name}:{line}: {place}: {_sentence(found)}"] = None
-        raise ConfigError("\n".join(problems)) from error
+    known = _keys(model.model_json_schema())
+    problems: dict[tuple[str, int], str] = {}
+    for found in complete.errors():
+        place, line = _place(node, found, known)
+        # Of a value that could be several things, one complaint will do.
+        problems.setdefault((place, line), f"{name}:{line}: {place}: {_sentence(found)}")
+    raise ConfigError("\n".join(problems.values()))
+
+
+def _keys(schema: Any) -> set[str]:
+    """The names of all fields in a model and below."""
+    if isinstance(schema, list):
+        return set().union(*map(_keys, schema))
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema.get("properties", ())).union(*map(_keys, schema.values()))
 
 
 def _with_allowed_tags(
@@ -102,7 +123,7 @@ def _refuse_duplicates(node: Any, name: str) -> None:
             line = key.start_mark.line + 1
             if isinstance(key, yaml.ScalarNode) and key.value in known:
                 raise ConfigError(
-                    f"{name}:{line}: {key.value}: This key stands in line {known[key.value]} too. "
+                    f"{name}:{line}: The key in this line stands in line {known[key.value]} too. "
                     "Keep one of the two."
                 )
             known[str(key.value)] = line
@@ -112,10 +133,11 @@ def _refuse_duplicates(node: Any, name: str) -> None:
             _refuse_duplicates(value, name)
 
 
-def _place(node: Any, problem: Mapping[str, Any]) -> tuple[str, int]:
+def _place(node: Any, problem: Mapping[str, Any], known: set[str]) -> tuple[str, int]:
     """The path of keys and the line; pydantic's names of alternatives, which are no keys, left out.
 
-    A missing key is where it should be.
+    A key that is nobody's but the file's is a star, unless the file was found to be a configuration
+    and is refused for what it says. A missing key is where it should be.
     """
     context = problem.get("ctx", {})
     location = [*problem["loc"], *context.get("at", context.get("key", "")).split(".")]
@@ -124,7 +146,8 @@ def _place(node: Any, problem: Mapping[str, Any]) -> tuple[str, int]:
     for part in location:
         below = _below(node, part)
         if below is not None:
-            names.append(str(part))
+            named = part in known or isinstance(part, int) or problem["type"] == "refused"
+            names.append(str(part) if named else "*")
             line, node = below
     if problem["type"] == "missing":
         names.append(str(problem["loc"][-1]))
@@ -140,6 +163,16 @@ def _below(node: Any, part: str | int) -> tuple[int, Any] | None:
         return node.value[part].start_mark.line + 1, node.value[part]
     return None
 
+
+_KINDS: Mapping[type, str] = {
+    type(None): "nothing",
+    bool: "a truth value",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "keys and values",
+}
 
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
@@ -167,7 +200,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
-    kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
+    kind, context = problem["type"], problem.get("ctx", {})
     special = _SPECIAL.get(kind)
     if special is not None:
         return special(problem)
@@ -175,16 +208,17 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     if expected is None:
         message = str(problem["msg"])
         return message if message.endswith(".") else f"{message}."
-    return f"Expected {expected.format(**context)}, got {_shown(given)}."
+    got = f", got {_kind(problem['input'])}" if kind.endswith("_type") else ""
+    return f"Expected {expected.format(**context)}{got}."
 
 
 def _tag_sentence(problem: Mapping[str, Any]) -> str:
     context = problem["ctx"]
     key = str(context["discriminator"]).strip("'")
     if "tag" not in context:
-        return f"Expected keys and values, '{key}' among them, got {_shown(problem['input'])}."
-    found = "it is missing" if context["tag"] == "None" else f"got {_shown(context['tag'])}"
-    return f"Expected '{key}' to be one of {context['expected_tags']}, {found}."
+        return f"Expected keys and values, '{key}' among them, got {_kind(problem['input'])}."
+    found = ", it is missing" if context["tag"] == "None" else ""
+    return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
 
 
 _SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -194,6 +228,5 @@ _SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "something else")

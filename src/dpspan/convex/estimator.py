@@ -11,7 +11,7 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from dpspan.convex.arrays import Array, Features
+from dpspan.convex.arrays import Array, Features, no_echo
 from dpspan.convex.learning import Learned, Settings, Table, learn
 from dpspan.convex.losses import Loss, one_hot
 from dpspan.convex.methods import Method, method_of
@@ -89,7 +89,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         if given is None:
             return None
         rows = PublicRows.of(given)
-        x = check_array(rows.x, accept_sparse="csr", dtype=np.float64, input_name="public")
+        with no_echo():
+            x = check_array(rows.x, accept_sparse="csr", dtype=np.float64, input_name="public")
         if x.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"Expected public rows of {self.n_features_in_} features, like the private "
@@ -133,7 +134,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def _margins(self, X: Any) -> Array:
         """X̄ Wᵀ for new records, (n, c)."""
         check_is_fitted(self)
-        x = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
+        with no_echo():
+            x = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
         coef = np.atleast_2d(self.coef_)
         return np.asarray(self.preparation_.apply(x) @ coef.T + self.intercept_)
 
@@ -151,7 +153,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         classes: ArrayLike | None,
         low: float,
     ) -> Self:
-        x, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
+        with no_echo():
+            x, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
         check_classification_targets(y)
         given = self._public_rows(public)
         known = np.unique(y if classes is None else np.asarray(classes))

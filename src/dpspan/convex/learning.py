@@ -13,7 +13,7 @@ from rich.progress import track
 
 from dpspan.accounting import Budget, calibrate_event
 from dpspan.certificate import ADD_OR_REMOVE, certificate
-from dpspan.checks import check_count, check_delta, check_number, expect
+from dpspan.checks import check_count, check_number, expect
 from dpspan.convex.arrays import Array, Features
 from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.losses import Loss
@@ -23,7 +23,9 @@ from dpspan.convex.public_rows import digest, refuse_overlap
 from dpspan.convex.rows import Rows
 from dpspan.convex.scaling import Preparation, Scaling
 from dpspan.convex.schedules import ClipSchedule
-from dpspan.ledger import Ledger
+from dpspan.ledger import RECORDS_TOLD, Ledger
+from dpspan.processes import refuse_several_processes
+from dpspan.promises import check_promised_delta, warn_of_weaknesses, weaknesses
 
 _ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
 STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}
@@ -50,7 +52,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         expect(0 < check_number("epsilon", self.epsilon) < np.inf, "0 < epsilon", self.epsilon)
-        check_delta("delta", self.delta)
+        check_promised_delta("delta", self.delta)
         expect(self.start in STARTS, f"start to be one of {list(STARTS)}", self.start)
         if self.row_norm is not None:
             expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
@@ -96,15 +98,12 @@ def learn(
     settings: Settings, private: Table, public: Table | None, ledger: Ledger | None
 ) -> Learned:
     """Fit privately; everything is checked before the first release."""
+    refuse_several_processes()
     if private.targets is None:
         raise ValueError("Expected targets for the private records, got none.")
     count = int(private.x.shape[0])
     divisor = count if settings.records is None else check_count("records", settings.records)
-    if settings.delta * divisor >= 1:
-        raise ValueError(
-            f"Expected delta below 1/n = {1 / divisor:.3g}, got {settings.delta:g}: a larger one "
-            "allows to publish a record outright."
-        )
+    warn_of_weaknesses(settings.epsilon, settings.delta, divisor)
     if public is not None and not public.equal_rows_allowed:
         refuse_overlap(public.x, private.x, public.name)
 
@@ -128,9 +127,11 @@ def learn(
         ledger.invalidate("noise was drawn from a fixed random_state")
     if settings.records is None:  # on the ledger too, which other certificates may be made from
         ledger.warn(
-            f"The number of records of a fit, {count}, was taken to be public: the guarantee is "
-            f"for {_ZERO_OUT}."
+            f"{RECORDS_TOLD}: a fit divides by it, {count}, and its guarantee is for {_ZERO_OUT}. "
+            "Give a public number by records= if it is a secret"
         )
+    for sentence in weaknesses(None, settings.delta, divisor):
+        ledger.warn(sentence)
     if private.detail:
         ledger.warn(private.detail)
     if public is not None:

@@ -10,7 +10,7 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import validate_data
 
 from dpspan.checks import expect
-from dpspan.convex.arrays import Array
+from dpspan.convex.arrays import Array, no_echo
 from dpspan.convex.estimator import PrivateLinearModel
 from dpspan.convex.learning import Table
 from dpspan.convex.losses import Huber, Loss, Squared
@@ -79,12 +79,14 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
 
     def fit(self, X: Any, y: Any, *, public: Any = None, ledger: Ledger | None = None) -> Self:
         """Fit to private records; see `PrivateLogisticRegression.fit`."""
-        x, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True)
+        with no_echo():
+            x, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True)
         middle, half = self._target_scale()
         given = self._public_rows(public)
         public_targets = None
         if given is not None and given[0].y is not None:
-            numbers = np.asarray(given[0].y, dtype=float)
+            with no_echo():
+                numbers = np.asarray(given[0].y, dtype=float)
             if not np.isfinite(numbers).all():
                 raise ValueError("Expected finite public targets, got NaN or infinity in them.")
             public_targets = self._targets(numbers, middle, half)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dpspan.checks import check_count, check_number, expect
+from dpspan.checks import check_count, check_number, expect, shown
 from dpspan.convex.arrays import Array
 from dpspan.convex.descent import Descent, descend
 from dpspan.convex.fitting import Fit
@@ -114,7 +114,7 @@ def method_of(given: str | Method) -> Method:
         names = ", ".join(repr(name) for name in METHODS)
         raise ValueError(
             f"Expected method to be one of {names}, a GradientDescent(...) or a "
-            f"NoisyAdaGrad(...), got {given!r}."
+            f"NoisyAdaGrad(...), got {shown(given)}."
         )
     return METHODS[given]
 

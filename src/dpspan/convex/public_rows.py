@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from dpspan.convex.arrays import Features
+from dpspan.convex.arrays import Features, no_echo
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +86,8 @@ def without_public(x: Any, public: Any) -> NDArray[np.intp]:
 
 
 def _features(x: Any) -> Features:
-    return x if sparse.issparse(x) else np.atleast_2d(np.asarray(x, dtype=float))
+    with no_echo():
+        return x if sparse.issparse(x) else np.atleast_2d(np.asarray(x, dtype=float))
 
 
 def _canonical(x: Features) -> Any:

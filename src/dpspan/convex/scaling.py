@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from sklearn.utils.sparsefuncs import mean_variance_axis
 
-from dpspan.checks import check_number, expect
+from dpspan.checks import check_number, expect, shown
 from dpspan.convex.arrays import Array, Features, is_sparse, scale_rows
 from dpspan.convex.rows import norm_bounds
 
@@ -156,7 +156,7 @@ def scaling_of(given: str | Scaling | None) -> Scaling:
     if isinstance(given, type) or not isinstance(given, Scaling):
         raise ValueError(
             f"Expected scaling to be None, 'public' or FeatureBounds(low=..., high=...), got "
-            f"{given!r}. Scaling by the mean, range or norm of private records would release them "
-            "without noise."
+            f"{shown(given)}. Scaling by the mean, range or norm of private records would release "
+            "them without noise."
         )
     return given

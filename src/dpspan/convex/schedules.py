@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-from dpspan.checks import check_number, expect
+from dpspan.checks import check_number, expect, shown
 
 
 @runtime_checkable
@@ -88,7 +88,7 @@ def schedule_of(given: float | ClipSchedule) -> ClipSchedule:
         return ConstantClip(clip=float(check_number("clip", given)))
     if isinstance(given, type) or not isinstance(given, ClipSchedule):
         raise ValueError(
-            f"Expected clip to be a number or a schedule of numbers, got {given!r}. A clip "
+            f"Expected clip to be a number or a schedule of numbers, got {shown(given)}. A clip "
             "inferred from private records (their median norm, say) would release them without "
             "noise: choose it in advance, or on public data."
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gzip
 import math
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from dpspan.data.source import Array, Classes, Layout, Raw, Source
+from dpspan.checks import near
+from dpspan.data.source import Array, Classes, Layout, Raw, Source, unreadable
 from dpspan.section import File
 
 
@@ -36,18 +36,17 @@ class Npz(Source):
         """The two arrays."""
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                if not isinstance(file, np.lib.npyio.NpzFile):
-                    raise ValueError("it holds one array without a name")
                 names = [name for name in (self.inputs, self.labels) if name is not None]
                 arrays = {name: file[name] for name in names if name in file}
                 missing = [name for name in names if name not in file]
-                present = ", ".join(file.files)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{self.path} is not a readable npz file: {error}.") from error
+                present = file.files
+        except Exception as error:  # of zip files, of numpy's own, or a file of another kind
+            raise unreadable(self.path, "npz file", error) from None
         if missing:
             raise ValueError(
-                f"{self.path} has no array '{missing[0]}': it has {present}. Name them as "
-                "`inputs` and `labels` (labels: null if there are none)."
+                f"{self.path} has no array '{missing[0]}' among its {len(present)}"
+                f"{near(missing[0], present)}. Name them as `inputs` and `labels` (labels: null if "
+                "there are none)."
             )
         return Raw(
             inputs=arrays[self.inputs],
@@ -83,7 +82,7 @@ def read_idx(path: Path) -> Array:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"There is nothing at {path}.") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
+        raise unreadable(path, "IDX file", error) from None
     known = len(content) >= 4 and content[:2] == b"\0\0" and content[2] in _TYPES
     if not known:
         raise ValueError(f"{path} is not an IDX file: it does not begin as one.")
@@ -92,7 +91,7 @@ def read_idx(path: Path) -> Array:
     shape = tuple(int(n) for n in np.frombuffer(content[4:start], dtype=">u4"))
     if len(shape) != dimensions or len(content) - start != math.prod(shape) * kind.itemsize:
         raise ValueError(
-            f"{path} is not a complete IDX file: its header says shape {shape}, and "
-            f"{max(len(content) - start, 0)} bytes follow."
+            f"{path} is not a complete IDX file: what follows its header is not as long as that "
+            "says."
         )
     return np.frombuffer(content, kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpspan.data.source import Classes, Layout, Raw, Source
+from dpspan.checks import near
+from dpspan.data.source import Classes, Layout, Raw, Source, unreadable
 from dpspan.section import Texts
 
 
@@ -30,11 +31,15 @@ class HuggingFace(Source):
         names = [self.inputs] if isinstance(self.inputs, str) else list(self.inputs)
         for name in [*names, *([] if self.label is None else [self.label])]:
             if name not in dataset.column_names:
+                found = dataset.column_names
                 raise ValueError(
-                    f"{self.path} has no column '{name}': it has {', '.join(dataset.column_names)}."
+                    f"{self.path} has no column '{name}' among its {len(found)}{near(name, found)}."
                 )
-        rows = dataset.with_format("numpy")[:]
-        columns = [np.asarray(rows[name]) for name in names]
+        try:
+            rows = dataset.with_format("numpy")[:]
+            columns = [np.asarray(rows[name]) for name in names]
+        except Exception as error:  # of the many readers behind it
+            raise unreadable(self.path, "dataset", error) from None
         single = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
         is_image = isinstance(dataset.features[names[0]], images)
         layout: Layout | None = "channels_last" if is_image and single.ndim == 4 else None
@@ -54,15 +59,13 @@ class HuggingFace(Source):
             ) from error
         try:
             opened = load_from_disk(str(self.path))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self.path} is not a dataset that save_to_disk wrote: {error}"
-            ) from error
+        except Exception as error:
+            raise unreadable(self.path, "dataset of save_to_disk", error) from None
         if not isinstance(opened, DatasetDict):
             return opened, Image
         if self.split not in opened:
             raise ValueError(
-                f"Expected split to be one of {', '.join(opened)} for {self.path}, got "
-                f"{self.split!r}."
+                f"Expected split to be one of the {len(opened)} of {self.path}, got {self.split!r}"
+                f"{near(str(self.split), list(opened))}."
             )
         return opened[self.split], Image

@@ -43,23 +43,26 @@ class ImageFolder(Source):
             raise ValueError(
                 f"There are no images in {self.path}. Known endings: {', '.join(sorted(_ENDINGS))}."
             )
-        pixels = [self._pixels(file) for file, _ in files]
-        for (file, _), image in zip(files, pixels, strict=True):
-            if image.shape != pixels[0].shape:
-                raise ValueError(
-                    f"Expected images of one size in {self.path}, got {image.shape[:2]} in {file} "
-                    f"and {pixels[0].shape[:2]} in {files[0][0]}. Set `size: [height, width]` to "
-                    "resize them."
-                )
+        pixels = [self._pixels(number, file) for number, (file, _) in enumerate(files, 1)]
+        if len({image.shape for image in pixels}) > 1:
+            raise ValueError(
+                f"Expected images of one size in {self.path}, got several. Set `size: [height, "
+                "width]` to resize them."
+            )
         labels = np.array([label for _, label in files]) if self.labelled else None
         return Raw(inputs=np.stack(pixels), labels=labels, layout="channels_last")
 
-    def _pixels(self, file: Path) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+    def _pixels(
+        self, number: int, file: Path
+    ) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
         try:
             with Image.open(file) as image:
                 converted = image.convert(_MODES[self.channels])
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{file} is not a readable image: {error}.") from error
+        except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise ValueError(  # its name may be somebody's
+                f"Image {number} of {self.path}, in the order of paths, cannot be read "
+                f"({type(error).__name__})."
+            ) from None
         if self.size is not None:
             converted = converted.resize(self.size[::-1], Image.Resampling.BILINEAR)
         array = np.asarray(converted, dtype=np.uint8)
@@ -77,9 +80,8 @@ def _class_names(folder: Path, classes: Classes) -> list[str]:
     count = classes if isinstance(classes, int) else len(classes)
     unknown = sorted(set(found) - set(expected))
     if unknown or (isinstance(classes, int) and len(found) != count):
-        listed = ", ".join(found[:12]) + (", …" if len(found) > 12 else "")
         raise ValueError(
-            f"Expected one folder for each of the {count} classes in {folder}, got {len(found)} "
-            f"({listed or 'none'}). List the names of the folders in `classes`, in order."
+            f"Expected one folder for each of the {count} classes in {folder}, got {len(found)}. "
+            "List the names of the folders in `classes`, in order."
         )
     return expected

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.utils.data import TensorDataset
-
-from dpspan.overlap import fingerprints
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import TensorDataset
 
 _PIECE = 2048  # samples fingerprinted at a time
 
@@ -48,4 +48,6 @@ class Loaded:
 
 def fingerprinted(inputs: Tensor) -> tuple[bytes, ...]:
     """One hash a sample; whole numbers and floats of the same value are the same."""
+    from dpspan.overlap import fingerprints
+
     return tuple(print_ for piece in inputs.split(_PIECE) for print_ in fingerprints(piece.float()))

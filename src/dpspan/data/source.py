@@ -6,16 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from dpspan.checks import check_count
 from dpspan.data.records import Loaded, fingerprinted
 from dpspan.section import File, Numbers, Positive, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 Classes = int | tuple[str, ...]  # how many, or their names in order
@@ -70,9 +70,11 @@ class Source(Section):
 def load(source: Source, *, classes: Classes) -> Loaded:
     """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
 
-    The number of classes is given, not counted: which labels occur is private. Errors name the
-    first bad sample, so of private data they are for the operator's eyes only.
+    The number of classes is given, not counted: which labels occur is private. Errors show no value
+    of the file. They say which sample is the first bad one, and are for the operator's eyes only.
     """
+    from torch.utils.data import TensorDataset
+
     if isinstance(classes, int):
         check_count("classes", classes)
     count = classes if isinstance(classes, int) else len(classes)
@@ -107,7 +109,17 @@ def load(source: Source, *, classes: Classes) -> Loaded:
     )
 
 
+def unreadable(path: Path, kind: str, error: Exception) -> ValueError:
+    """What to say of a file that cannot be read: not the reader's own words, which may quote it."""
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    if isinstance(error, UnicodeDecodeError):
+        reason = "its text is not in UTF-8. Save it in that encoding"
+    return ValueError(f"{path} is not a readable {kind}: {reason}.")
+
+
 def _tokens(source: Source, raw: Raw) -> Tensor:
+    import torch
+
     if not np.issubdtype(raw.inputs.dtype, np.integer):
         raise ValueError(
             f"Expected whole numbers as tokens in {source.path}, got {raw.inputs.dtype}."
@@ -117,6 +129,8 @@ def _tokens(source: Source, raw: Raw) -> Tensor:
 
 def _arranged(source: Source, raw: Raw) -> Tensor:
     """The values as they are, in a tensor of its own."""
+    import torch
+
     kind = raw.inputs.dtype
     if kind.kind not in "buif":
         raise ValueError(f"Expected numbers as inputs in {source.path}, got {kind}.")
@@ -150,6 +164,8 @@ def _scaled(source: Source, raw: Raw, inputs: Tensor) -> Tensor:
 
 
 def _per_channel(name: str, source: Source, inputs: Tensor) -> Tensor:
+    import torch
+
     value = getattr(source, name)
     if isinstance(value, tuple) and len(value) != inputs.shape[1]:
         raise ValueError(
@@ -161,6 +177,8 @@ def _per_channel(name: str, source: Source, inputs: Tensor) -> Tensor:
 
 
 def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
+    import torch
+
     whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
     if not whole and labels.dtype.kind == "f" and np.array_equal(labels, np.floor(labels)):
         labels, whole = labels.astype(np.int64), True  # 1.0, as tables with gaps have them
@@ -170,8 +188,8 @@ def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
     wrong = np.flatnonzero((labels < 0) | (labels >= count))
     if len(wrong):
         raise ValueError(
-            f"Expected labels from 0 to {count - 1} in {path}, got {labels[wrong[0]]} at sample "
-            f"{wrong[0]}. Correct `classes`, or renumber the labels."
+            f"Expected labels from 0 to {count - 1} in {path}, got another at sample {wrong[0]}. "
+            "Correct `classes`, or renumber the labels."
         )
     return torch.from_numpy(labels.astype(np.int64))
 
@@ -183,7 +201,7 @@ def _numbered(path: Path, labels: Array, classes: Classes) -> Array:
         for sample, text in enumerate(texts):
             if not text.strip().isdecimal():
                 raise ValueError(
-                    f"Expected labels from 0 to {classes - 1} in {path}, got {text!r} at sample "
+                    f"Expected labels from 0 to {classes - 1} in {path}, got another at sample "
                     f"{sample}. List the names of the classes in `classes`."
                 )
         return np.array([int(text) for text in texts])
@@ -191,7 +209,7 @@ def _numbered(path: Path, labels: Array, classes: Classes) -> Array:
     for sample, text in enumerate(texts):
         if text not in numbers:
             raise ValueError(
-                f"Expected labels out of {list(classes)} in {path}, got {text!r} at sample "
+                f"Expected labels out of {list(classes)} in {path}, got another at sample "
                 f"{sample}. Add it to `classes`, or correct the label."
             )
     return np.array([numbers[text] for text in texts])

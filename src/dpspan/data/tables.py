@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from dpspan.data.source import Array, Classes, Raw, Source
+from dpspan.checks import near
+from dpspan.data.source import Array, Classes, Raw, Source, unreadable
 from dpspan.section import Texts
 
 Column = Sequence[Any]
@@ -53,9 +54,9 @@ class Table(Source):
                 raise ValueError  # numpy would take it for NaN
             return np.asarray(values, dtype=np.float32)[:, None]
         except (TypeError, ValueError):
-            row, value = next(item for item in enumerate(values) if not _is_number(item[1]))
+            row = next((row for row, value in enumerate(values) if not _is_number(value)), 0)
             raise ValueError(
-                f"Expected numbers in column '{name}' of {self.path}, got {value!r} in row "
+                f"Expected numbers in column '{name}' of {self.path}, got something else in row "
                 f"{row + 1}. List its possible values under `categories`, fill gaps with a "
                 "constant, or leave the column out."
             ) from None
@@ -67,7 +68,7 @@ class Table(Source):
             if str(value) not in known:
                 raise ValueError(
                     f"Expected one of {list(known)} in column '{name}' of {self.path}, got "
-                    f"{value!r} in row {row + 1}. Add it to `categories`."
+                    f"something else in row {row + 1}. Add it to `categories`."
                 )
             indicators[row, known[str(value)]] = 1
         return indicators
@@ -92,21 +93,14 @@ class Csv(Table):
                         continue
                     if len(row) != len(header):
                         raise ValueError(
-                            f"line {rows.line_num} has {len(row)} values, the header {len(header)}"
+                            f"{self.path} is not a readable CSV file: line {rows.line_num} has "
+                            f"{len(row)} values, the header {len(header)}."
                         )
                     for column, place in zip(columns, places, strict=True):
                         column.append(row[place].strip())
-        except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
-            raise unreadable_csv(self.path, error) from error
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise unreadable(self.path, "CSV file", error) from None
         return list(columns)
-
-
-def unreadable_csv(path: Path, error: Exception) -> ValueError:
-    """What to say of a file that cannot be read."""
-    reason = str(getattr(error, "strerror", None) or error).removesuffix(".")
-    if isinstance(error, UnicodeDecodeError):
-        reason = f"its text is not in UTF-8 ({reason}). Save it in that encoding"
-    return ValueError(f"{path} is not a readable CSV file: {reason}.")
 
 
 class Parquet(Table):
@@ -128,17 +122,16 @@ class Parquet(Table):
             _places(self.path, names, file.schema_arrow.names)
             table = file.read(columns=list(dict.fromkeys(names)))
         except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{self.path} is not a readable Parquet file: {error}.") from error
+            raise unreadable(self.path, "Parquet file", error) from None
         return [table.column(name).to_pylist() for name in names]
 
 
 def _places(path: Path, names: Sequence[str], header: Sequence[str]) -> list[int]:
-    """Where the columns are."""
+    """Where the columns are. What they are called is not said: a first line may be a record."""
     for name in names:
         if list(header).count(name) != 1:
-            listed = ", ".join(header[:20]) + (", …" if len(header) > 20 else "")
-            how = "two columns" if name in header else "no column"
-            raise ValueError(f"{path} has {how} '{name}': it has {listed or 'none'}.")
+            how, hint = ("two columns", "") if name in header else ("no column", near(name, header))
+            raise ValueError(f"{path} has {how} '{name}' among its {len(header)}{hint}.")
     return [list(header).index(name) for name in names]
 
 

@@ -112,7 +112,8 @@ def choose_once(
             "ledger": ledger.state_dict(),
         }
         with replacing(path, what="the choice of public data") as temporary:
-            temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            temporary.write_text(text, encoding="utf-8")
     content = json.loads(path.read_text(encoding="utf-8"))
     return Chosen(
         name=content["chosen"],

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 SIDE, BLOCK = 8, 4
-ITALIC = ("cmti10",)
+ITALIC = ("cmti10",)  # in matplotlib since 3.11
 OTHERS = ("DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif", "STIXGeneral",
            "cmb10", "cmr10", "cmss10", "cmtt10")  # fmt: skip
 
@@ -89,6 +89,8 @@ def _fonts(families: Sequence[str]) -> list[Path]:
         for font in font_manager.fontManager.ttflist
         if font.name in families and own in Path(font.fname).parents
     }
+    if not paths:
+        raise ValueError(f"This matplotlib has no font {families}: install version 3.11 or newer.")
     return sorted(paths)
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from dpspan.layers.terms import Term
+from dpspan.numerics import product, square_product
 
 # Large enough for efficient products; beyond it a CPU pays more for fresh memory than it saves.
 _CPU_WORKSPACE_BYTES = 16 * 2**20
 _GPU_WORKSPACE_BYTES = 4096 * 2**20
-_SYMMETRIC_BLOCK = 512
 
 
 def inner(term: Term, other: Term, shape: torch.Size) -> Tensor:
@@ -27,8 +27,8 @@ def inner(term: Term, other: Term, shape: torch.Size) -> Tensor:
         return by_kernel
     total: Tensor | None = None
     for left, right in line_blocks(term, other, shape):
-        product = (symmetric(left) if term is other else left @ right.T).double()
-        total = product if total is None else total.add_(product)
+        block = square_product(left) if term is other else product(left, right.T)
+        total = block.double() if total is None else total.add_(block.double())
     assert total is not None
     return total
 
@@ -50,16 +50,3 @@ def line_blocks(term: Term, other: Term, shape: torch.Size) -> Iterator[tuple[Te
         stop = min(start + size, lines)
         left = term.lines(start, stop, width)
         yield left, left if term is other else other.lines(start, stop, width)
-
-
-def symmetric(x: Tensor) -> Tensor:
-    """x xᵀ, of which only one half is computed where it is large."""
-    n = x.shape[0]
-    if n < 2 * _SYMMETRIC_BLOCK:
-        return x @ x.T
-    half = n // 2
-    first, second = x[:half], x[half:]
-    corner = first @ second.T
-    upper = torch.cat([symmetric(first), corner], dim=1)
-    lower = torch.cat([corner.T, symmetric(second)], dim=1)
-    return torch.cat([upper, lower])

@@ -32,12 +32,6 @@ from dpspan.mechanisms.in_subspace import (
 )
 from dpspan.noise import Noise
 
-ANCHORS = "subspace:anchors"  # −Σ_i A_i: the residuals' part in the span of public gradients
-
-# Residuals are summed as Σ f_i g_i − (Σ f_i A_i) H, where most may cancel. What rounding leaves of
-# that is relative to ‖f_i g_i‖, so residuals count as no shorter than this share of the embedding.
-_CANCELLATION = 2.0**-6
-
 
 @dataclass(frozen=True, kw_only=True)
 class GEP(SubspaceMethod):
@@ -135,14 +129,13 @@ class GEPMechanism(SubspaceMechanism):
         self._leftover, self._clean = method.leftover, method.clean_residual
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
-        """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) as a sum of private and public gradients."""
+        """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) by parameter."""
         w, residual = self._keeper.span().split(gradients)
-        bounds = torch.maximum(residual.norm_bounds(), _CANCELLATION * lengths(w))
+        bounds = residual.norm_bounds()
         r_factors = clip_factors(self._clipping, bounds, self._s2)
         s1 = self._leftover_clip(r_factors * bounds) if self._leftover else self._s1
         w_factors = clip_factors(self._clipping, lengths(w), s1)
-        own, anchors = residual.combine(r_factors)
-        return {EMBEDDING: weighted_sum(w_factors, w), ANCHORS: anchors, **own}
+        return {EMBEDDING: weighted_sum(w_factors, w), **residual.combine(r_factors)}
 
     def _leftover_clip(self, r_norms: Tensor) -> Tensor:
         """How long each w may be: share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² ≤ 1."""
@@ -155,16 +148,13 @@ class GEPMechanism(SubspaceMechanism):
         std2 = self._s2 * noise_multiplier / math.sqrt(1 - self._share)
         span = self._keeper.span()
         w = noise.add({EMBEDDING: total[EMBEDDING]}, std1)[EMBEDDING]
-        own = {name: v for name, v in total.items() if name not in (EMBEDDING, ANCHORS)}
-        # Noise comes last: `own` alone may be far longer than the residuals it is a part of, and
-        # in floating point it would swallow noise of their size.
+        r = {name: value for name, value in total.items() if name != EMBEDDING}
         if self._clean:
-            r = noise.add(_sum(own, span.combine(total[ANCHORS])), std2)
+            r = noise.add(r, std2)
             gradient = _sum(r, span.lift(w - span.embed_vector(r)))
         else:
-            together = total[ANCHORS] + span.weights(w)
-            gradient = noise.add(_sum(own, span.combine(together)), std2)
-        size = sum(value.numel() for value in own.values())
+            gradient = noise.add(_sum(r, span.lift(w)), std2)
+        size = sum(value.numel() for value in r.values())
         energy = {"embedding": span.dimensions * std1**2, "residual": size * std2**2}
         self._keeper.finish(w, gradient, energy)
         return gradient

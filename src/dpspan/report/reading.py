@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpspan.certificate import FORMAT
+from dpspan.certificate import FORMAT, VERSION
 from dpspan.report.total import Total, is_comparison, total
 
 UNPRIVATE = "unprivate_"
@@ -141,6 +141,11 @@ def _certificate(path: Path) -> dict[str, Any]:
     content = _json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"Expected a certificate of dpspan in {path}, got something else.")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"Expected a certificate of version {VERSION} in {path}, got "
+            f"{content.get('version')!r}: read it with the dpspan that wrote it, or a newer one."
+        )
     return content
 
 
@@ -157,20 +162,20 @@ def _order(comparison: dict[str, Any] | None) -> dict[str, int]:
 
 
 def _json(path: Path) -> Any:
-    return _parsed(path, path.read_text(encoding="utf-8"))
+    return _parsed(path, path.read_bytes())
 
 
 def _lines(path: Path) -> list[Any]:
     """Lines of JSON, without a last one that a killed run left unfinished."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     parsed = [_parsed(path, line) for line in lines[:-1]]
     with contextlib.suppress(ValueError):
         parsed += [_parsed(path, line) for line in lines[-1:]]
     return parsed
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parsed(path: Path, text: bytes) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"Cannot read {path}: it is no valid JSON ({error}).") from error
+    except ValueError:
+        raise ValueError(f"Cannot read {path}: it is no valid JSON.") from None

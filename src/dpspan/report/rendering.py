@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dpspan.comparison.results import Comparison
 from dpspan.comparison.verdicts import verdicts
 from dpspan.files import replacing
+from dpspan.promises import weaknesses
 from dpspan.report import figures, wording
 from dpspan.report.reading import UNPRIVATE, Found, Run, read
 
@@ -77,6 +78,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "runs": len(found.runs),
         "metric": None if shown is None else _heading(shown),
         "sampling": wording.sampling(dearest.certificate),
+        "records_told": any(r.certificate.get("discloses_number_of_records") for r in found.runs),
         "rows": rows,
         "several": len(found.runs) > 1,
         "verdicts": [] if comparison is None else verdicts(comparison),
@@ -90,10 +92,11 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "guess": wording.best_guess(dearest.epsilon, dearest.certificate["delta"]),
         "detection": wording.detection(dearest.epsilon, dearest.certificate["delta"], 0.01),
         "public": _public(found.runs),
-        "warnings": [
-            *wording.weaknesses(dearest.epsilon, dearest.certificate["delta"]),
-            *sorted({w for run in found.runs for w in run.certificate["warnings"]}),
-        ],
+        "warnings": sorted(
+            {w for run in found.runs for w in run.certificate["warnings"]}.union(
+                weaknesses(dearest.epsilon, dearest.certificate["delta"])
+            )
+        ),
         "settings": [
             (name, runs[0].settings or _training(runs[0])) for name, runs in groups.items()
         ],

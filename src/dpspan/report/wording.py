@@ -9,8 +9,7 @@ from typing import Any
 
 from dpspan.accounting import account
 from dpspan.events import event_from_json
-
-_LARGE_EPSILON, _LARGE_DELTA = 10.0, 1e-3
+from dpspan.promises import LARGE_DELTA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +69,9 @@ def sampling(certificate: Mapping[str, Any]) -> str:
 
 def delta_in_words(delta: float) -> str:
     """What δ is, for those who have not met it."""
-    if delta <= _LARGE_DELTA:
+    if delta <= LARGE_DELTA:
         return "a small extra chance beside ε"
     return "the chance that the promise fails, which should be far smaller"
-
-
-def weaknesses(epsilon: float, delta: float) -> list[str]:
-    """Sentences about a guarantee that is hardly one."""
-    said = []
-    if epsilon > _LARGE_EPSILON:
-        said.append(f"ε = {epsilon:.3g} promises next to nothing; people use 1 to 8.")
-    if delta > _LARGE_DELTA:
-        said.append(
-            f"δ = {delta:g} is large: a release of every record with that probability would keep "
-            "the promise. It should be well below 1 / number of records."
-        )
-    return said
 
 
 def best_guess(epsilon: float, delta: float) -> float:

@@ -107,6 +107,14 @@ class RunFolder:
                 )
             yield
 
+    def refuse_lost_ledger(self) -> None:
+        """ValueError if something is here that was paid for, and the record of its price is not."""
+        if not self.ledger.exists() and (self.certified or self.choice.exists()):
+            raise ValueError(
+                f"{self.ledger} is missing, so nobody knows what the other files in {self.path} "
+                "have cost. Restore it, or train anew in another folder."
+            )
+
     def write_ledger(self, ledger: Ledger) -> None:
         """The record so far; ValueError if the one on the disk tells more."""
         state = ledger.state_dict()
@@ -127,10 +135,13 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
 
     def warn(self, message: str) -> None:
-        """Put a warning on record after training: the ledger first, since a run may go on."""
+        """Put a warning on record, before training or after: the ledger first; runs may go on."""
+        self.refuse_lost_ledger()
+        if not self.ledger.exists():
+            self.write_json(self.ledger, Ledger().state_dict())
         for path in (self.ledger, self.certificate):
-            document = read_json(path)
-            if message not in document["warnings"]:
+            document = read_json(path) if path.exists() else None
+            if document is not None and message not in document["warnings"]:
                 self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
 
     def kept_features(self, wanted: bool) -> Path | None:
@@ -171,9 +182,9 @@ class RunFolder:
 def read_json(path: Path) -> Any:
     """The document in a file; ValueError if it holds none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. Restore it from a copy.") from error
+        return json.loads(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path} is damaged: it is no JSON. Restore it from a copy.") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

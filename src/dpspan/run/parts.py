@@ -18,13 +18,13 @@ from dpspan.data import Loaded, load
 from dpspan.data.source import Source
 from dpspan.encoding import encode_public
 from dpspan.patches import PatchFeatures
+from dpspan.promises import warn_of_weaknesses
 from dpspan.public import PublicData
 from dpspan.run.batches import in_batches
 from dpspan.run.features import layer_of, seen_by
 from dpspan.sampling import PoissonDraw
 from dpspan.trainable import Trainable, train_only
 
-_WEAK = 10.0  # above this ε, somebody who guesses who took part may be right 99.995 % of the time
 _SECRET = "This message depends on private data: do not publish it."
 
 
@@ -57,7 +57,7 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     if config.data.test is not None:
         test = _load("data.test", config.data.test, config, labelled=True, like=private)
         _check_test(test, private, declared_public=config.data.test_is_public)
-    _warn_of_weak_promises(config, len(private.dataset))
+    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, public_count(config, private))
     layer = None
     if config.features is not None:
         seed = config.training.seed
@@ -100,8 +100,7 @@ def trainable_of(config: Config) -> Trainable | None:
 
 def sampling(config: Config, parts: Parts) -> PoissonDraw:
     """Poisson sampling at the rate batch size / records."""
-    records = config.data.records or len(parts.private.dataset)
-    rate = min(1.0, config.training.batch_size / records)
+    rate = min(1.0, config.training.batch_size / public_count(config, parts.private))
     return PoissonDraw.one_pass(records=len(parts.private.dataset), sample_rate=rate)
 
 
@@ -158,15 +157,9 @@ def _counted(copies: list[int], loaded: Loaded) -> str:
     return f"{len(copies)} of the {len(loaded.dataset)} samples"
 
 
-def _warn_of_weak_promises(config: Config, read: int) -> None:
-    delta, epsilon = config.budget.delta, config.budget.epsilon
-    if delta * (config.data.records or read) >= 1:
-        _warn(
-            f"δ = {delta:g} is not below 1 / number of records: to publish a record picked at "
-            "random would be within the promise. Choose a δ well below that"
-        )
-    if epsilon is not None and epsilon > _WEAK:
-        _warn(f"ε = {epsilon:g} promises next to nothing. People use 1 to 8")
+def public_count(config: Config, private: Loaded) -> int:
+    """About how many records there are: as stated, or the number that the sampling rate tells."""
+    return config.data.records or len(private.dataset)
 
 
 def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:

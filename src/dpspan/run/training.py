@@ -16,13 +16,16 @@ from torch.optim import Optimizer
 from dpspan.accounting import Budget
 from dpspan.checkpoint import load_file
 from dpspan.config import Config, parse_config
+from dpspan.config.yaml_file import read_text
 from dpspan.data import Loaded
 from dpspan.engine import PrivacyEngine
 from dpspan.errors import BudgetExceeded
 from dpspan.ledger import Ledger
+from dpspan.processes import refuse_several_processes
+from dpspan.promises import weaknesses
 from dpspan.run.choice import chosen_public
 from dpspan.run.folder import RunFolder, read_json, read_lines
-from dpspan.run.parts import make_parts, sampling
+from dpspan.run.parts import make_parts, public_count, sampling
 from dpspan.run.record import steps_beyond
 from dpspan.run.scalars import Scalars
 from dpspan.sampling import PrivateLoader
@@ -87,6 +90,7 @@ def train(
         watch: called before the first step and after every step.
         stop: asked after every step; True saves a checkpoint and ends the run, to be resumed.
     """
+    refuse_several_processes()
     text = _text(config)
     checked = config if isinstance(config, Config) else parse_config(text, name=str(config))
     folder = RunFolder(checked.output.folder)
@@ -103,11 +107,7 @@ def _text(config: Config | str | Path) -> str:
     if isinstance(config, Config):
         plain = config.model_dump(mode="json", exclude_defaults=False)
         return str(yaml.safe_dump(plain, sort_keys=False))
-    try:
-        return Path(config).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"Cannot read the configuration {config}: {reason}.") from error
+    return read_text(config)
 
 
 class _Run:
@@ -124,9 +124,12 @@ class _Run:
         self._criterion = nn.CrossEntropyLoss()
         self._unprivate = _Unprivate() if config.output.unprivate_metrics else None
         self._scalars = Scalars(folder.path) if config.output.tensorboard else None
+        for sentence in weaknesses(
+            None, config.budget.delta, public_count(config, self._parts.private)
+        ):
+            self._ledger.warn(sentence)
         self._engine = PrivacyEngine(ledger=self._ledger)
         self._model, self._optimizer, self._loader = self._make_private()
-        self._started = time.monotonic()
         self._line: dict[str, Any] | None = None
         self._notes = 0  # of the engine's diagnostics, written
         if self._saved is not None:
@@ -165,7 +168,8 @@ class _Run:
             "data_loader": parts.loader(config.training.batch_size),
             "criterion": self._criterion,
             "method": method,
-            "sample_rate": draw.sample_rate,
+            # A rate that comes from the data is for the engine to find, and to say so.
+            "sample_rate": None if config.data.records is None else draw.sample_rate,
             "expected_batch_size": float(config.training.batch_size),
             "max_physical_batch_size": config.training.physical_batch_size,
             "warm_start": warm_start,
@@ -211,7 +215,6 @@ class _Run:
                 f"{lost} steps were charged that the model was not trained by: the process ended "
                 "while they were being written"
             )
-        self._started -= state["seconds"]
         self._line = state["line"]
         for path in (folder.metrics, folder.diagnostics):
             if path.exists():
@@ -302,7 +305,6 @@ class _Run:
             checkpoint_dict={
                 "config": self._config.fixed(),
                 "noise_multiplier": engine.noise_multiplier,
-                "seconds": self._seconds(),
                 "line": self._line,
                 "features": self._features,
             },
@@ -317,12 +319,12 @@ class _Run:
         engine.write_certificate(folder.certificate, self._config.budget.delta)
 
     def _epoch_line(self) -> dict[str, Any]:
+        """No time: how long steps took depends on how many records were drawn."""
         line: dict[str, Any] = {
             "step": self._step,
             "epoch": self._loader.epoch,
             "epsilon": self._meter.now(),
             "delta": self._config.budget.delta,
-            "seconds": round(self._seconds(), 3),
         }
         public = self._config.data.test_is_public
         if self._parts.test is not None and (public or self._unprivate is not None):
@@ -333,9 +335,6 @@ class _Run:
             line |= self._unprivate.means()
         strict: dict[str, Any] = plain(line)
         return strict
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started
 
     def _spent(self) -> float:
         return self._engine.get_epsilon(self._config.budget.delta)
@@ -424,15 +423,8 @@ def _way_out(folder: RunFolder) -> str:
 
 
 def run_ledger(config: Config, folder: RunFolder) -> Ledger:
-    """A ledger with the budget, and what the folder of a run that has yet to begin has spent.
-
-    ValueError if something is there that was paid for, and the record of its price is not.
-    """
-    if not folder.ledger.exists() and (folder.certified or folder.choice.exists()):
-        raise ValueError(
-            f"{folder.ledger} is missing, so nobody knows what the other files in {folder.path} "
-            "have cost. Restore it, or train anew in another folder."
-        )
+    """A ledger with the budget, and what the folder of a run that has yet to begin has spent."""
+    folder.refuse_lost_ledger()
     epsilon, delta = config.budget.epsilon, config.budget.delta
     budget = None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
     ledger = Ledger(accountant=config.budget.accountant, budget=budget)

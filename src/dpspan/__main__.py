@@ -1,0 +1,5 @@
+"""`python -m dpspan`."""
+
+from dpspan.cli import main
+
+main()

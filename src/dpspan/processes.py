@@ -1,0 +1,32 @@
+"""One process trains one model; several are refused.
+
+Each process would draw batches from all records and noise of its own, write a ledger of its own,
+and know nothing of the others' releases: no certificate would hold for what they make together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def refuse_several_processes() -> None:
+    """RuntimeError in a process that is one of several, by torch.distributed or by torchrun."""
+    started = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")}
+    several = _number(started["WORLD_SIZE"]) > 1 or _number(started["RANK"]) > 0
+    distributed = sys.modules.get("torch.distributed")  # a fit of a table needs no torch
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        several = several or distributed.get_world_size() > 1
+    if several:
+        raise RuntimeError(
+            "This is one of several processes (torch.distributed, or WORLD_SIZE and RANK as "
+            "torchrun sets them), and private training works in one: each would release a model of "
+            "its own from all records, and its ledger would leave the others out. Start one "
+            "process without torchrun; max_physical_batch_size= makes a large batch fit. For "
+            "several runs that are released one by one, start each by itself, with WORLD_SIZE and "
+            "RANK unset."
+        )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
