@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -337,6 +338,21 @@ def test_resume_goes_on_where_it_was(tmp_path: Path) -> None:
     # Nothing is replayed: the two runs draw other batches and other noise from here on.
     state = resumed.state_dict()
     assert "generator" not in json.dumps(state)
+
+
+def test_a_checkpoint_in_a_file_that_is_open_for_bytes() -> None:
+    engine, resumed, file = PrivacyEngine(), PrivacyEngine(), io.BytesIO(b"before")
+    model, optimizer, loader = private_with_epsilon(engine, epochs=3)
+    train(model, optimizer, loader)
+    file.seek(0, io.SEEK_END)
+    engine.save_checkpoint(file, module=model, optimizer=optimizer)
+    twin, twin_optimizer, _ = private_with_epsilon(resumed, epochs=3)
+    file.seek(len(b"before"))
+    resumed.load_checkpoint(file, module=twin, optimizer=twin_optimizer)
+    assert torch.equal(weights(twin), weights(model))
+    assert resumed.ledger.events == engine.ledger.events
+    with pytest.raises(ValueError, match="not a complete dpspan checkpoint"):
+        resumed.load_checkpoint(io.BytesIO(b"other"), module=twin)
 
 
 def test_a_resumed_run_draws_fresh_noise() -> None:

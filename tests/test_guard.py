@@ -367,7 +367,7 @@ class LateAverage(nn.Module):
 
 def test_a_buffer_that_was_quiet_on_the_first_batch_is_still_watched() -> None:
     engine, model, optimizer, loader = setup(
-        module=nn.Sequential(LateAverage(start=5), nn.Linear(6, 2))
+        module=nn.Sequential(LateAverage(start=8), nn.Linear(6, 2))
     )
     with pytest.raises(CaptureError, match=r"'0\.mean' was changed by the private batch"):
         train(model, optimizer, loader, epochs=3)

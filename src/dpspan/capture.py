@@ -9,14 +9,18 @@ reach a parameter came by a way the capture does not see: that is an error, neve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.errors import CaptureError
@@ -25,7 +29,24 @@ from dpspan.layers import Rule, rule_for
 from dpspan.layers.generic import per_sample_forward
 from dpspan.layers.recurrent import Terms, is_of_opacus, is_recurrent, sequences, step_by_step
 from dpspan.layers.terms import Rows, Term
+from dpspan.layout import (
+    FEW,
+    FOLDED,
+    ONE,
+    SHARED,
+    UNCLEAR,
+    Call,
+    Layout,
+    Seen,
+    is_inside,
+    named_tensors,
+    samples_of,
+)
 from dpspan.numerics import exact
+from dpspan.quiet import evaluating, on_the_side, without_dropout
+from dpspan.trial import differences, made_up_losses, plain_gradients
+
+Quiet = Callable[[], AbstractContextManager[None]]
 
 
 class Capture:
@@ -57,9 +78,18 @@ class Capture:
         self._terms: dict[str, list[Term]] = {}
         self._carriers: Mapping[str, tuple[Tensor, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
+        self._layer_handles: list[RemovableHandle] = []
         self._generic: list[nn.Module] = []
         self._anchors: dict[torch.device, Tensor] = {}
-        for other in captures_on(model):
+        self._layouts: dict[Any, Layout] = {}  # by kind of call of the model
+        self._planned: Layout | None = None  # of the last call, if that could be looked at
+        self._loose = Layout()  # of modules that are called on their own
+        self._again: Callable[[], None] = _nothing  # look at the last call again
+        self._units: set[str] = set()  # modules taken as a whole for the sake of those inside
+        self._attached: set[str] = set()  # those of them that are taken so already
+        self._looking = False
+        for other in captures_on(model):  # what is known of the model stays known
+            self._layouts, self._units = other._layouts, other._units
             if other._expected is not None:
                 raise CaptureError(
                     "The model is in the middle of a private step: finish it with "
@@ -71,7 +101,7 @@ class Capture:
             model.register_forward_pre_hook(Hook(self._enter, self), with_kwargs=True),
             model.register_forward_hook(Hook(self._leave, self), always_call=True),
         ]
-        self._attach("", model, set())
+        self._attach_all()
 
     # -- the life of a capture ------------------------------------------------------------------
 
@@ -132,14 +162,18 @@ class Capture:
         return PerSampleGradients(shapes, self._terms, samples, like=like, scale=scale)
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """A run of the expected batch that leaves no trace in what is recorded."""
+    def rehearsal(self, samples: int | None = None) -> Iterator[None]:
+        """A run of the expected batch, or of so many samples, that leaves no trace."""
         before = self._terms, self.heard, self._batch
+        expected = self._expected, self._discard, self._carriers
         self._terms, self.heard, self._batch = {}, False, -self._batch - 1
+        if samples is not None:
+            self._expected, self._discard, self._carriers = samples * self._views, False, {}
         try:
             yield
         finally:
             self._terms, self.heard, self._batch = before
+            self._expected, self._discard, self._carriers = expected
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -160,11 +194,11 @@ class Capture:
 
     def remove(self) -> None:
         """Take every hook off again; the model is as it was."""
-        for handle in self._handles:
+        for handle in self._handles + self._layer_handles:
             handle.remove()
         for module in self._generic:
             vars(module)["forward"].restore()
-        self._handles, self._generic = [], []
+        self._handles, self._layer_handles, self._generic = [], [], []
         self.disarm()
 
     def __enter__(self) -> Capture:
@@ -180,29 +214,45 @@ class Capture:
 
     # -- attaching ------------------------------------------------------------------------------
 
+    def _attach_all(self) -> None:
+        for handle in self._layer_handles:
+            handle.remove()
+        root = vars(self.model).get("forward")  # it may be running: it stays
+        for module in self._generic:
+            if module is not self.model:
+                vars(module)["forward"].restore()
+        mine = isinstance(root, _Forward) and root.capture is self
+        self._layer_handles, self._generic = [], [self.model] if mine else []
+        self._attached = set(self._units)
+        self._attach("", self.model, set())
+
     def _attach(self, path: str, module: nn.Module, seen: set[nn.Module]) -> None:
         if module in seen:
             return
         seen.add(module)
-        own = [p for p in _own_parameters(module) if p in self._names]
-        rule = rule_for(module)
-        if own and rule is None:
-            # Its forward may use its own and its children's parameters in any way, so torch.func
-            # takes the whole subtree.
-            if is_of_opacus(module):
-                raise CaptureError(
-                    f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
-                    "have the batch in front: use torch's own, or dpspan.fix(model)."
-                )
-            for name, part in module.named_modules(prefix=path):
-                if part is module or (part not in seen and is_recurrent(part)):
-                    part.forward = _Forward(self, name, part)
-                    self._generic.append(part)
-                    seen.add(part)
-            return
-        if own and rule is not None:
+        own, rule = self._own(module), rule_for(module)
+        if own and rule is None and is_of_opacus(module):
+            raise CaptureError(
+                f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
+                "have the batch in front: use torch's own, or dpspan.fix(model)."
+            )
+        # Without a rule, its forward may use its own and its children's parameters in any way, so
+        # torch.func takes the whole subtree.
+        unit = path in self._units or (own and rule is None)
+        if unit or (not path and rule is None):  # the model itself may have to become a unit later
+            if module not in self._generic:
+                self._stand_in(path, module)
+            stand_in = vars(module)["forward"]
+            stand_in.unit, stand_in.forced = unit, path in self._units
+            if unit:
+                for name, part in module.named_modules(prefix=path):
+                    if part not in seen and is_recurrent(part):
+                        self._stand_in(name, part)
+                        seen.add(part)
+                return
+        elif own and rule is not None:
             layer = _Layer(self, path, rule)
-            self._handles += [
+            self._layer_handles += [
                 module.register_forward_pre_hook(Hook(layer.hide, self)),
                 # Before any hook of the user's, which may replace the output; and always, since
                 # the parameters must come back even if the forward pass fails.
@@ -213,6 +263,187 @@ class Capture:
         for name, child in module.named_children():
             self._attach(f"{path}.{name}" if path else name, child, seen)
 
+    def _stand_in(self, path: str, module: nn.Module) -> None:
+        module.forward = _Forward(self, path, module)
+        self._generic.append(module)
+
+    def _own(self, module: nn.Module) -> bool:
+        """Whether a module has trainable parameters of its own."""
+        return any(p in self._names for p in _own_parameters(module))
+
+    # -- how the model has to be taken ----------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan a call of the model that is about to come."""
+        stand_in = vars(self.model).get("forward")
+        if isinstance(stand_in, _Forward) and self.active:
+            self._enter(self.model, args, kwargs)
+            stand_in.plan(args, kwargs)
+            self._leave()
+
+    def plan(self, forward: Callable[..., Any], call: Call) -> None:
+        """Find out, at a kind of call that is new, which modules have to be taken as a whole."""
+        if self._looking or self.samples == 0:
+            return
+        tensors = named_tensors(call)
+        dimensions = tuple((name, x.dim()) for name, x in tensors.items())
+        kind = self.model.training, self.samples > self._views, dimensions
+        sized = (*kind, tuple(x.shape[1:] for x in tensors.values()))
+        layout = self._layouts.get(kind) or self._layouts.get(sized)
+        if layout is None or any(
+            layout.place("", name, x) == 0 and len(x) != self.samples for name, x in tensors.items()
+        ):
+            self._planned = layout = Layout()
+            self._looking = True
+            try:
+                self._look(layout, "", forward, call)
+                if "" not in layout.refused:
+                    self._decide(layout, forward, call)
+            finally:
+                self._looking = False
+            folded = any(seen.folded for seen in layout.seen.values())
+            self._layouts[sized if folded else kind] = layout
+        self._planned = None if "" in layout.refused else layout
+        self._again = partial(self._look, layout, "", forward, call)
+        if self._attached != self._units:
+            self._attach_all()
+
+    def _look(self, layout: Layout, path: str, forward: Callable[..., Any], call: Call) -> None:
+        module = self.model.get_submodule(path)
+        with self.inside_generic():
+            layout.look(module, path, forward, call, self.samples, self._views)
+
+    def known(self) -> dict[str, Seen]:
+        """What was seen of the modules of the call under way."""
+        return self._layout.seen
+
+    @property
+    def _layout(self) -> Layout:
+        """Of the call of the model that is under way, or goes backward; else of loose modules."""
+        # A checkpointed module runs again during the backward pass.
+        under_way = self._sees_batch or torch._C._current_graph_task_id() != -1
+        return self._planned if self._planned is not None and under_way else self._loose
+
+    def _decide(self, layout: Layout, forward: Callable[..., Any], call: Call) -> None:
+        """Take as a whole what holds a layer that sees anything but samples, and try it out."""
+        seen = layout.seen
+        owners = {
+            path: module
+            for path, module in self.model.named_modules()
+            if path in seen and self._own(module) and not is_recurrent(module)
+        }
+        without_rule = {path for path, module in owners.items() if rule_for(module) is None}
+        for path in owners:
+            if not (seen[path].fits_unit if path in without_rule else seen[path].fits_rule):
+                self._enclose(layout, path)
+        doubtful = {p for p in owners if {*seen[p].first.values()} != {0}}
+        first: CaptureError | None = None
+        while doubtful or without_rule or self._units:
+            self._attach_all()
+            problem = self._try(layout, forward, call)
+            if problem is None:
+                return
+            before = set(self._units)
+            if first is None or not isinstance(first, _At):  # the more telling one
+                first = problem
+            for path in problem.paths if isinstance(problem, _At) else doubtful:
+                inside = next((u for u in self._units if is_inside(path, [u])), path)
+                self._enclose(layout, inside)
+            if self._units == before and seen[""].takes_batch:
+                self._units.add("")
+            if self._units == before:
+                raise first
+
+    def _enclose(self, layout: Layout, path: str) -> None:
+        """Take the module around this one as a whole."""
+        unit = layout.around(path)
+        if unit is not None:
+            self._units.difference_update([u for u in self._units if is_inside(u, [unit])])
+            self._units.add(unit)
+
+    def _try(self, layout: Layout, forward: Callable[..., Any], call: Call) -> CaptureError | None:
+        """What is wrong with the gradients of two samples as they would be recorded now."""
+        model, rows = self.model, FEW * self._views
+        batch = [n for n, x in named_tensors(call).items() if layout.place("", n, x) == 0]
+        args, kwargs = samples_of(call, batch, [i % self.samples for i in range(rows)])
+        # Copies, for the plain run: their gradients set off no hook.
+        own = {n: p.detach().requires_grad_() for p, n in self._names.items() if p.requires_grad}
+
+        def plainly(*args: Any, **kwargs: Any) -> Any:
+            with self.inside_generic(), _reparametrize_module(model, own, tie_weights=True):
+                return forward(*args, **kwargs)
+
+        def losses(run: Callable[..., Any], seed: int, quiet: Quiet) -> Tensor | None:
+            with quiet(), on_the_side(model, seed):
+                return made_up_losses(run(*args, **kwargs), rows, self._views)
+
+        for quiet in (without_dropout, lambda: evaluating(model)):
+            plain, again = losses(plainly, 0, quiet), losses(plainly, 1, quiet)
+            if plain is None or again is None:
+                return None  # there is no output to compare
+            if torch.allclose(plain, again, rtol=1e-4, equal_nan=True):
+                expected = plain_gradients(plain, list(own.values()))
+                break
+        else:
+            return None  # it draws random numbers whatever one does
+        # A weight per sample: what goes to another one is seen even if the two are the same.
+        weights = torch.tensor([1.0, -2.0]) if plain.dim() else torch.ones(())
+        try:
+            with self.rehearsal(FEW):
+                found = losses(model.forward, 0, quiet)
+                assert found is not None
+                (found * weights.to(found)).sum().backward()
+                gradients = self.gradients()
+        except CaptureError as error:
+            return error
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # its text may show private data
+            return CaptureError(
+                f"{type(model).__name__} cannot be run so that the gradients of its samples stay "
+                f"apart ({type(error).__name__}): have a module own what its forward uses, and "
+                "give inputs that all samples share a first dimension of 1."
+            )
+        rows_of = torch.diag(1 / weights) if plain.dim() else torch.ones(1, FEW)
+        different = {
+            name
+            for row, gradient in zip(rows_of.to(gradients.device), expected, strict=True)
+            for name in differences(gradients.combine(row), dict(zip(own, gradient, strict=True)))
+        }
+        if not different:
+            return None
+        return _At(
+            {name.rpartition(".")[0] for name in different},
+            f"The gradients of '{min(different)}' that would be recorded for two samples are not "
+            "those of plain autograd, so nothing is. Keep the batch in the first dimension of "
+            "every layer's input, and give inputs that all samples share a first dimension of 1 "
+            "without reducing it again.",
+        )
+
+    def in_front(self, path: str, forward: Callable[..., Any], call: Call) -> Seen:
+        """Where the batch is in the arguments of a module; ValueError if that is unclear."""
+        tensors, layout = named_tensors(call), self._layout
+        looks: list[Callable[[], None]] = [partial(self._look, layout, path, forward, call)]
+        if layout is not self._loose:
+            looks.insert(0, self._again)
+        while looks and (
+            path not in layout.seen
+            or any(layout.place(path, name, x) is None for name, x in tensors.items())
+        ):
+            looks.pop(0)()
+        if path in layout.refused:
+            raise ValueError(f"{layout.refused[path]}.")
+        seen = layout.seen[path]
+        if {*seen.outputs.values()} & {FOLDED, UNCLEAR}:
+            raise ValueError("an output of it has no batch dimension in front.")
+        if not seen.fits_unit:
+            raise ValueError("the batch is in none of the dimensions of what it is given.")
+        for name, x in tensors.items():
+            place = seen.inputs[name, x.dim()]
+            if place >= 0 and x.shape[place] != self.samples:
+                raise ValueError(f"its input {name} has not {self.samples} samples.")
+        return seen
+
     def _escape(self, name: str) -> Callable[[Tensor], None]:
         @unserializable_hook  # type: ignore[untyped-decorator]
         def escaped(_: Tensor) -> None:
@@ -221,11 +452,12 @@ class Capture:
                     f"A gradient reached '{name}' outside a private step. Draw a batch from the "
                     "private loader first, or evaluate under torch.no_grad()."
                 )
-            raise CaptureError(
+            raise _At(
+                {name.rpartition(".")[0]},
                 f"Parameter '{name}' takes part in the loss outside its own module's forward (for "
                 "example F.linear(x, module.weight)), so its per-sample gradient is unknown. Call "
                 "the module itself, or move the computation into one nn.Module that owns the "
-                "parameter."
+                "parameter.",
             )
 
         hook: Callable[[Tensor], None] = escaped
@@ -253,20 +485,21 @@ class Capture:
                 with exact():
                     receive(grad)
 
-        if output.requires_grad:
+        if output.requires_grad and not output._is_view():
             output.register_hook(heard)
             return output
         # The first trainable layer: nothing before it needs a gradient, so nothing else would
-        # ask autograd for the gradient of its output.
+        # ask autograd for the gradient of its output. And a hook on a view (a linear layer's
+        # output, of sequences) is lost when what follows works in place on it.
         anchor = self._anchors.setdefault(
             output.device, torch.zeros((), device=output.device, requires_grad=True)
         )
         tapped: Tensor = _Tap.apply(anchor, output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
-    def add(self, parameter: nn.Parameter, term: Term, path: str) -> None:
-        """Add one term to a parameter's per-sample gradients."""
-        if term.samples != self._expected:
+    def add(self, parameter: nn.Parameter, term: Term, path: str, folds: int = 1) -> None:
+        """Add one term, of `folds` rows a row of the batch, to a parameter's gradients."""
+        if term.samples != folds * self.samples:
             raise CaptureError(
                 f"Layer '{path}' saw {term.samples} samples, the batch has {self._expected}. The "
                 "first dimension of every layer's input must be the whole batch: build layers with "
@@ -275,13 +508,14 @@ class Capture:
         name = self._names.get(parameter)
         if name is None:  # unfrozen since: `collect` refuses the batch
             return
+        rows = self._views * folds  # that belong to one sample, one after the other
         if name not in self._carriers:
-            whole = term if self._views == 1 else term.merged(self._views)
+            whole = term if rows == 1 else term.merged(rows)
             self._put(name, whole.compact())
             return
         images = term.compress(*self._carriers[name])
         for part, image in zip(carried_names(name), images, strict=True):
-            self._put(part, Rows(image) if self._views == 1 else Rows(image).merged(self._views))
+            self._put(part, Rows(image) if rows == 1 else Rows(image).merged(rows))
 
     def _put(self, name: str, term: Term) -> None:
         terms = self._terms.setdefault(name, [])
@@ -296,13 +530,22 @@ class Capture:
         assert self._expected is not None
         return self._expected
 
-    def is_shared(self, x: Tensor) -> bool:
-        """Whether an input is the same for all samples (position ids of shape (1, T)).
-
-        Only inside a call of the whole model on the whole batch: elsewhere a first dimension of 1
-        may be one sample that the training loop has picked out.
-        """
-        return self._sees_batch and x.shape[0] == 1 and self.samples != 1
+    def place(self, path: str, x: Tensor) -> tuple[int, int]:
+        """Where the batch is in a layer's input (see `layout`), and what is folded into it."""
+        layout = self._layout
+        if layout is self._loose:
+            # Outside a call of the whole model, one row may be a sample that was picked out.
+            return ONE if self._sees_batch and len(x) == 1 else 0, 1
+        if path not in layout.seen or x.dim() not in layout.seen[path].first:
+            self._again()  # something else happens than before
+            if path not in layout.seen or layout.seen[path].first.get(x.dim()) != 0:
+                raise CaptureError(
+                    f"Layer '{path}' is given other inputs than when the model was looked at: what "
+                    "it sees depends on the values in the batch (as in a mixture of experts), so "
+                    "it cannot be told which sample they belong to."
+                )
+        seen = layout.seen[path]
+        return seen.first[x.dim()], seen.folds[x.dim()]
 
     def hide(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep autograd from computing these parameters' gradients."""
@@ -319,11 +562,19 @@ class Capture:
     @contextmanager
     def inside_generic(self) -> Iterator[None]:
         """While torch.func runs a module, the hooks of its children keep still."""
-        self._inside_generic = True
+        before, self._inside_generic = self._inside_generic, True
         try:
             yield
         finally:
-            self._inside_generic = False
+            self._inside_generic = before
+
+
+class _At(CaptureError):
+    """What went wrong at the modules at `paths`."""
+
+    def __init__(self, paths: set[str], message: str) -> None:
+        super().__init__(message)
+        self.paths = paths
 
 
 class _Layer:
@@ -347,17 +598,24 @@ class _Layer:
         if not isinstance(output, Tensor):  # the forward pass failed
             return None
         x: Tensor = next(iter((*args, *kwargs.values()))).detach()
-        if self._capture.is_shared(x):
-            # Given one copy of the output each, the samples' gradients arrive apart.
-            x = x.expand(self._capture.samples, *x.shape[1:])
-            output = output.expand(self._capture.samples, *output.shape[1:])
+        samples = self._capture.samples
+        if samples == 0:  # no gradient to record
+            return self._capture.listen(output, self._path, _nothing)
+        batch, folds = self._capture.place(self._path, x)
+        if batch > 0:
+            x = x.movedim(batch, 0)
+        elif batch in (ONE, SHARED):
+            # Given one copy of the output each, the samples' gradients arrive apart. A copy of its
+            # own, or the layers behind could not work in place on it.
+            x, output = (y.expand(samples, *y.shape[batch == ONE :]) for y in (x, output))
+            output = output.contiguous()
         unchanged = _unchanged(self._path, x)
 
         def receive(grad: Tensor) -> None:
             unchanged()
-            for name, term in self._rule(module, x, grad):
+            for name, term in self._rule(module, x, grad.movedim(batch, 0) if batch > 0 else grad):
                 if name in hidden:
-                    self._capture.add(hidden[name], term, self._path)
+                    self._capture.add(hidden[name], term, self._path, folds)
 
         return self._capture.listen(output, self._path, receive)
 
@@ -377,10 +635,15 @@ def _unchanged(path: str, *inputs: Tensor) -> Callable[[], None]:
 
 
 class _Forward:
-    """Stands in for the forward of a module that has no rule, until `restore`."""
+    """Stands in for the forward of a module that is taken as a whole, until `restore`.
+
+    And for the model's own, which plans first.
+    """
 
     def __init__(self, capture: Capture, path: str, module: nn.Module) -> None:
         self.capture, self._path, self._module = capture, path, module
+        self.unit = True  # whether torch.func takes it as a whole
+        self.forced = False  # for the sake of layers inside
         self._users = vars(module).get("forward")  # a forward pass given to this very module
         self._forward: Callable[..., Any] = self._users or _own_forward(module)
         self.inner = getattr(self._forward, "inner", self._forward)  # below other stand-ins
@@ -397,35 +660,69 @@ class _Forward:
         capture = self.capture
         if self._recurrent and (capture.active or capture._inside_generic):
             return self._step_by_step(*args, **kwargs)
-        if not capture.active:
+        self.plan(args, kwargs)
+        if not capture.active or not self.unit:
             return self._forward(*args, **kwargs)
-        samples = capture.samples
-        trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-        if samples == 0:  # nothing to vectorise over, and no gradient to record
+        if capture.samples == 0:  # nothing to vectorise over, and no gradient to record
             with capture.inside_generic(), torch.no_grad():
-                return self._forward(*args, **kwargs)
+                output = self._forward(*args, **kwargs)
+            return tree_map_only(Tensor, self._heard, output)
+        try:
+            return self._vectorised((args, kwargs))
+        except (torch.OutOfMemoryError, CaptureError):
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise _At({self._path}, self._refusal(error)) from error
+
+    def plan(self, args: Any, kwargs: Any) -> None:
+        """Of the model itself: find out how it has to be taken."""
+        if self.capture.active and not self._path and not self._recurrent:
+            self.capture.plan(self._forward, (args, kwargs))
+
+    def _refusal(self, error: Exception) -> str:
+        seen = self.capture.known()
+        why = "has parameters but no per-sample rule"
+        if self.forced:
+            why = "holds layers that see something else than the samples one by one"
+        routed = next((p for p in seen if seen[p].routed and is_inside(p, [self._path])), None)
+        if routed is not None:
+            why += (
+                f" ('{routed}' is given what other values in the batch pick for it, as the experts "
+                "of a mixture of experts are: which token it sees depends on the batch)"
+            )
+        name = f"Module '{self._path}'" if self._path else "The model"
+        reason = re.split(r"[.,] [Pp]lease ", str(error))[0].rstrip(". ")
+        return (
+            f"{name} ({type(self._module).__name__}) {why}, and torch.func cannot vectorise it: "
+            f"{reason}. Build it from layers with a rule (Linear, Conv, Embedding, norms) with "
+            "the batch in front, freeze it, or try dpspan.fix(model)."
+        )
+
+    def _vectorised(self, call: Call) -> Any:
+        capture, samples = self.capture, self.capture.samples
+        seen = capture.in_front(self._path, self._forward, call)
+        leaves, _ = tree_flatten_with_path(call)
+        places = [
+            seen.inputs.get((keystr(where), leaf.dim()), SHARED) if isinstance(leaf, Tensor) else -1
+            for where, leaf in leaves
+        ]
         copies = {
             name: capture.listen(
                 parameter.detach().expand(samples, *parameter.shape),
                 self._path,
                 lambda grad, p=parameter: capture.add(p, Rows(grad), self._path),  # type: ignore[misc]
             )
-            for name, parameter in trainable.items()
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad
         }
         with capture.inside_generic():
-            try:
-                return per_sample_forward(
-                    self._module, self._forward, copies, samples, args, kwargs
-                )
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, ValueError) as error:
-                raise CaptureError(
-                    f"Module '{self._path}' ({type(self._module).__name__}) has parameters but no "
-                    f"per-sample rule, and torch.func cannot vectorise it: {error} Build it from "
-                    "layers with a rule (Linear, Conv, Embedding, norms), freeze it, or try "
-                    "dpspan.fix(model)."
-                ) from error
+            return per_sample_forward(
+                self._module, self._forward, copies, call, places, seen.outputs
+            )
+
+    def _heard(self, x: Tensor) -> Tensor:
+        """Part of the graph, so that a backward pass has somewhere to go."""
+        return self.capture.listen(x, self._path, _nothing) if x.is_floating_point() else x
 
     def _step_by_step(self, *args: Any, **kwargs: Any) -> Any:
         capture, module = self.capture, self._module
@@ -474,11 +771,16 @@ def captures_on(model: nn.Module) -> set[Capture]:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """A module's own parameters; lists and dicts of parameters belong to who holds them."""
+    """A module's own parameters; lists and dicts of parameters belong to who holds them.
+
+    So do the parameters from which a parametrization computes a weight.
+    """
     yield from module.parameters(recurse=False)
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()
+    if parametrize.is_parametrized(module):
+        yield from module.get_submodule("parametrizations").parameters()
 
 
 def _own_forward(module: nn.Module) -> MethodType:
@@ -524,6 +826,6 @@ class _Tap(torch.autograd.Function):
         return x.data  # not a view: the layers behind may work in place on it
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         ctx.heard(grad)
-        return None, None, None
+        return None, grad, None

@@ -9,7 +9,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
 
 import safetensors
 import safetensors.torch
@@ -22,18 +23,30 @@ _STATE = "dpspan.checkpoint.2"  # the key of the JSON state in the header, and i
 _NOT_JSON = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def save_file(path: str | Path, content: dict[str, Any]) -> Path:
-    """Write numbers, text, tensors, lists, tuples and dicts; an old checkpoint is never lost."""
-    path, tensors = Path(path), _Tensors()
+def save_file(path: str | Path | BinaryIO, content: dict[str, Any]) -> Path | None:
+    """Write numbers, text, tensors, lists, tuples and dicts; an old checkpoint is never lost.
+
+    Into a file that is open for bytes it goes as it is, where the file stands.
+    """
+    tensors = _Tensors()
     state = {name: tensors.encode(name, value) for name, value in content.items()}
     header = {_STATE: json.dumps(state, allow_nan=False)}
+    if not isinstance(path, str | Path):
+        path.write(safetensors.torch.save(tensors.stored, metadata=header))
+        return None
+    path = Path(path)
     with replacing(path, what="a checkpoint") as temporary:
         safetensors.torch.save_file(tensors.stored, temporary, metadata=header)
     return path
 
 
-def load_file(path: str | Path, keys: set[str]) -> dict[str, Any]:
+def load_file(path: str | Path | BinaryIO, keys: set[str]) -> dict[str, Any]:
     """What `save_file` wrote, on the CPU; ValueError if the file is damaged or another."""
+    if not isinstance(path, str | Path):
+        with TemporaryDirectory() as folder:  # safetensors reads headers from files only
+            copy = Path(folder, "checkpoint")
+            copy.write_bytes(path.read())
+            return load_file(copy, keys)
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:

@@ -8,7 +8,7 @@ import math
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
@@ -470,13 +470,16 @@ class PrivacyEngine:
 
     def save_checkpoint(
         self,
-        path: str | Path,
+        path: str | Path | BinaryIO,
         *,
         module: nn.Module,
         optimizer: Optimizer | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
-    ) -> Path:
-        """Write engine, model, optimizer and `checkpoint_dict` to one file, all or nothing."""
+    ) -> Path | None:
+        """Write engine, model, optimizer and `checkpoint_dict` to one file, all or nothing.
+
+        Or into a file that is open for bytes, such as `io.BytesIO()`.
+        """
         return save_file(
             path,
             {
@@ -488,7 +491,7 @@ class PrivacyEngine:
         )
 
     def load_checkpoint(
-        self, path: str | Path, *, module: nn.Module, optimizer: Optimizer | None = None
+        self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None
     ) -> dict[str, Any]:
         """Restore `save_checkpoint` into a run that was set up in the same way."""
         content = load_file(path, {"engine", "module", "optimizer", "checkpoint_dict"})

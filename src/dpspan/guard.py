@@ -197,6 +197,7 @@ class Guard:
         square = any(rows in x.shape[1:] for x in inputs) and shapes not in self._squares
         new = module.training not in self._probed_modes
         if new or square or self._due:
+            self._capture.prepare(*args, **kwargs)  # not inside a rehearsal, which is undone
             self._probe((args, kwargs), thorough=new)
             if square:
                 self._squares.add(shapes)

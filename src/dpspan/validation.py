@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from dpspan.errors import UnsupportedModule
 from dpspan.layers.recurrent import is_of_opacus, is_recurrent
@@ -89,11 +88,6 @@ def _problems(module: nn.Module) -> Iterator[str]:
         yield (
             "its get_extra_state puts into state_dict, and so into every saved model, what nobody "
             "adds noise to: remove that method, or keep such state outside the model"
-        )
-    if trainable and parametrize.is_parametrized(module):
-        yield (
-            "its weight is computed from other parameters outside its forward: call "
-            "torch.nn.utils.parametrize.remove_parametrizations first"
         )
 
 
