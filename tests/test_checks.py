@@ -743,19 +743,38 @@ class Relative(nn.Module):
 
 
 @pytest.mark.parametrize("square", [True, False])
-def test_a_bias_by_places_is_refused_even_if_as_many_as_samples(square: bool) -> None:
+def test_a_bias_by_places_is_exact_even_if_as_many_as_samples(square: bool) -> None:
     g = torch.Generator().manual_seed(0)
     n = 6
-    tokens = torch.randint(5, (n, n), generator=g)
+    tokens, y = torch.randint(5, (n, n), generator=g), torch.arange(n) % 2
     mask = torch.ones(n, n) if square else torch.ones(n, 1).expand(n, n)
-    dataset = TensorDataset(tokens, mask, torch.arange(n) % 2)
-    loader = DataLoader(dataset, batch_size=n)
-    engine, model, optimizer, private = setup(module=Relative(), data_loader=loader)
-    with pytest.raises(UnsupportedModule, match=r"mixes samples.* counts as a batch here"):
-        for tokens, mask, y in private:
-            F.cross_entropy(model(tokens, mask), y).backward()
-            optimizer.step()
-    assert engine.ledger.steps == 0
+    model = Relative()
+    rows = alone(lambda x, m, y: F.cross_entropy(model(x, m), y), model, tokens, mask, y)
+    engine, model, optimizer, private = setup(
+        PrivacyEngine(accountant="rdp"),
+        module=model,
+        data_loader=DataLoader(TensorDataset(tokens, mask, y), batch_size=n),
+        noise_multiplier=1e-9,
+        sample_rate=1.0,
+        expected_batch_size=1.0,
+    )
+    for batch in private:
+        F.cross_entropy(model(*batch[:2]), batch[2]).backward()
+        optimizer.step()
+    released = torch.cat([p.grad.flatten() for p in model.parameters()])
+    clipped = rows * (1 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    assert torch.allclose(released, clipped.sum(0), atol=1e-4)
+    assert engine.ledger.steps == 1
+
+
+def alone(loss: Callable[..., Tensor], model: nn.Module, *batch: Tensor) -> Tensor:
+    """The gradients of one sample after the other, as rows."""
+    parameters = list(model.parameters())
+    rows = []
+    for i in range(len(batch[0])):
+        found = torch.autograd.grad(loss(*(x[i : i + 1] for x in batch)), parameters)
+        rows.append(torch.cat([g.flatten() for g in found]))
+    return torch.stack(rows)
 
 
 class Causal(nn.Module):
@@ -812,12 +831,28 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [Second, Places])
-def test_rows_that_are_not_the_samples(kind: type[nn.Module]) -> None:
+def test_rows_are_the_samples_whatever_else_is_as_long(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    x, y = torch.randn(5, 5, 3), torch.arange(5) % 2
+    x, y, model = torch.randn(5, 5, 3), torch.arange(5) % 2, kind()
+    expected = alone(lambda x, y: losses(model, x, y).sum(), model, x, y)
+    J = dpspan.per_sample_gradients(model, losses, x, y)
+    assert torch.allclose(J.matrix(), expected, atol=1e-5)
+
+
+class MeanTaken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - x.mean(0))
+
+
+def test_rows_that_are_not_the_samples() -> None:
+    x, y = torch.randn(5, 3), torch.arange(5) % 2
     with pytest.raises(UnsupportedModule, match="depends on the other samples"):
-        dpspan.per_sample_gradients(kind(), losses, x, y)
-    dpspan.per_sample_gradients(kind(), losses, x, y, check=False)
+        dpspan.per_sample_gradients(MeanTaken(), losses, x, y)
+    dpspan.per_sample_gradients(MeanTaken(), losses, x, y, check=False)
 
 
 def test_the_check_of_rows_takes_no_random_numbers_and_no_notice_of_dropout() -> None:
