@@ -160,7 +160,7 @@ def check_device(module: nn.Module) -> None:
             parameter.new_zeros(1, dtype=torch.float64)
         except (TypeError, RuntimeError) as error:
             raise ValueError(
-                f"Parameter '{name}' is on {parameter.device}, which has no float64 ({error}). "
+                f"Parameter '{name}' is on {parameter.device}, which has no float64. "
                 "Norms and noise need it: move the model to the CPU or to a CUDA device."
             ) from error
 
