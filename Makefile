@@ -27,6 +27,7 @@ demo: .venv/.runtime
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: setup
 	$(BIN)/mypy

@@ -27,11 +27,11 @@ import dpspan
 from benchmarks import report
 from benchmarks.gep_accuracy import images, training_steps
 from benchmarks.problems import PROBLEMS
-from dpspan.carriers import Chance
-from dpspan.gradients import PerSampleGradients
-from dpspan.layers.terms import Stack, Sum, Term
+from dpspan.gradients.layers.terms import Stack, Sum, Term
+from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
-from dpspan.models import ResNet20
+from dpspan.mechanisms.carriers import Chance
+from dpspan.model.networks import ResNet20
 
 MODELS = {"mlp": 32, "cnn": 32, "resnet20": 32, "wrn28-4": 8, "transformer": 8, "minilm": 4}
 PRECISIONS = {"float32": "highest", "TF32": "high"}

@@ -85,9 +85,9 @@ def ghost_note(model: Any) -> str:
 # ---------------------------------------------------------------------------------------------
 def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: Any) -> Contender:
     """A method of dpspan, at the level below the engine: no loader, no ledger."""
-    from dpspan.capture import Capture
+    from dpspan.gradients.capture import Capture
     from dpspan.mechanisms import Setting
-    from dpspan.noise import Noise
+    from dpspan.mechanisms.noise import Noise
 
     n = len(x)
     criterion = nn.CrossEntropyLoss()

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import dpspan
 from benchmarks import report
-from dpspan.models import ResNet20
+from dpspan.model.networks import ResNet20
 
 MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10, the usual ones
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpspan
-from dpspan.text import minilm_classifier, minilm_tokenizer
+from dpspan.model.text import minilm_classifier, minilm_tokenizer
 
 
 def read(path, length):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 import dpspan
-from dpspan.public import PublicData
-from dpspan.section import Count, Section
+from dpspan.app.config.section import Count, Section
+from dpspan.public.data import PublicData
 from experiments.images import Images, collate
 
 Array = np.ndarray[Any, Any]
@@ -215,7 +215,7 @@ def inputs_like(x: Array, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _sentences(path: Path, length: int) -> Images:
-    from dpspan.text import minilm_tokenizer
+    from dpspan.model.text import minilm_tokenizer
 
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: sentences and labels, tab-separated.")

@@ -26,7 +26,9 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from scipy import optimize, special
 
-from dpspan.accounting import Budget, calibrate_event
+from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.ledger import Ledger
+from dpspan.app.config.section import Count, Counts, Numbers, Section, Texts
 from dpspan.convex import (
     FromNoisyGradients,
     GradientDescent,
@@ -40,8 +42,6 @@ from dpspan.convex.methods import Method
 from dpspan.convex.oracles import PublicSide
 from dpspan.convex.rows import Rows
 from dpspan.convex.schedules import ConstantClip
-from dpspan.ledger import Ledger
-from dpspan.section import Count, Counts, Numbers, Section, Texts
 from experiments.runner import Place, Results, execute
 
 N, PUBLIC, RANK, STEPS = 500, 100, 10, 20

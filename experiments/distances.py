@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpspan
+from dpspan.app.config.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
-from dpspan.section import Count, Positive, Section
 from experiments.images import collate
 from experiments.runner import Place, Results, execute
 from experiments.schema import TrainingExperiment, digest_of, stated

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dpspan.app.config.section import Count, Positive, Section
 from dpspan.convex import GradientDescent, NoisyAdaGrad, PrivateLogisticRegression
-from dpspan.section import Count, Positive, Section
 from experiments.images import Images
 
 METHODS = {"dp-gd": GradientDescent, "noisy-adagrad": NoisyAdaGrad}

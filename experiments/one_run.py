@@ -16,12 +16,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import dpspan
-from dpspan.accounting import calibrate
+from dpspan.accounting.epsilon import calibrate
+from dpspan.app.config.methods import MethodSection
 from dpspan.audit import membership_inference
-from dpspan.config.methods import MethodSection
-from dpspan.public import PublicData
-from dpspan.sampling import PoissonDraw
-from dpspan.trainable import train_only
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.model.trainable import train_only
+from dpspan.public.data import PublicData
 from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection

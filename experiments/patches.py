@@ -8,11 +8,11 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dpspan.config.features import PatchesSection
-from dpspan.config.models import AnyModel
-from dpspan.models import MLP
-from dpspan.patches import PublicLayer
-from dpspan.section import Counts
+from dpspan.app.config.features import PatchesSection
+from dpspan.app.config.models import AnyModel
+from dpspan.app.config.section import Counts
+from dpspan.model.networks import MLP
+from dpspan.public.patches import PublicLayer
 from experiments.images import Images
 
 

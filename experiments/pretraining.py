@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpspan.config.training import AffineSection
-from dpspan.public import PublicData
-from dpspan.section import Count, Positive, Section
+from dpspan.app.config.section import Count, Positive, Section
+from dpspan.app.config.training import AffineSection
+from dpspan.public.data import PublicData
 from experiments.data import inputs_like, labels, read
 
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Self
 
 import dpspan
-from dpspan.patches import PublicLayer
-from dpspan.public import PublicData
+from dpspan.public.data import PublicData
+from dpspan.public.patches import PublicLayer
 from experiments.data import AnyData, Data
 from experiments.images import Images
 from experiments.patches import PatchesModel, seen_by

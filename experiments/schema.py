@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dpspan.config.methods import AnyMethod, MethodSection
-from dpspan.config.models import AnyModel
-from dpspan.config.training import (
+from dpspan.app.config.methods import AnyMethod, MethodSection
+from dpspan.app.config.models import AnyModel
+from dpspan.app.config.section import Count, Numbers, Positive, Section, Share, Texts
+from dpspan.app.config.training import (
     AdamSection,
     AnySchedule,
     AnyTrainable,
@@ -19,7 +20,6 @@ from dpspan.config.training import (
     SgdSection,
     WarmStartSection,
 )
-from dpspan.section import Count, Numbers, Positive, Section, Share, Texts
 from experiments.data import AnyData
 from experiments.linear import ConvexSection
 from experiments.patches import AnyExperimentModel, PatchesModel

@@ -33,6 +33,7 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+from dpspan.app.config.section import Count, Numbers, Section, Texts
 from dpspan.convex import (
     Envelope,
     FromNoisyGradients,
@@ -45,7 +46,6 @@ from dpspan.convex import (
     Released,
     ReleasedSecondMoment,
 )
-from dpspan.section import Count, Numbers, Section, Texts
 from experiments.runner import Place, Results, execute
 
 DELTA, PUBLIC, RANK = 1e-6, 500, 50

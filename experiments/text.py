@@ -17,7 +17,7 @@ class MeanPooled(nn.Module):
 
     def __init__(self, trained: Literal["head", "matrices"]) -> None:
         super().__init__()
-        from dpspan.text import minilm_encoder
+        from dpspan.model.text import minilm_encoder
 
         self.encoder = minilm_encoder()
         self.head = nn.Linear(self.encoder.config.hidden_size, 2)

@@ -9,8 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-import needs
-import processes
+from helpers import needs, processes
 
 # Whose results come from matrix products and the like, which round differently on other machines.
 # `make test-machines` runs them in several ways.
@@ -76,7 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 @pytest.fixture
 def pld_evaluations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for every ε that is computed by PLD, the costly thing about a ledger."""
-    from dpspan import accounting  # not every test needs what this needs
+    from dpspan.accounting import epsilon as accounting  # not every test needs what this needs
 
     evaluations = []
 

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     if not commit:
         parser.error("--commit: results are kept with the commit that made them")
     # Only these files: others may need packages that a machine with a GPU lacks.
-    tests = sorted(ROOT.glob("tests/test_*.py"))
+    tests = sorted(ROOT.glob("tests/**/test_*.py"))
     files = [str(path) for path in tests if "pytest.mark.gpu" in path.read_text()]
     counts, start = Counts(), time.monotonic()
     pytest_options = ["-m", "gpu", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]

@@ -43,7 +43,7 @@ def main(options: list[str]) -> int:
     """All of them, whatever fails; 0 if nothing did."""
     # The files, too: to collect all tests takes longer than some of these.
     command = [sys.executable, "-m", "pytest", "-m", "numeric and not slow", *options]
-    command += [str(TESTS / f"{name}.py") for name in sorted(NUMERIC)]
+    command += [str(path) for path in sorted(TESTS.rglob("test_*.py")) if path.stem in NUMERIC]
     lines, failed = [], 0
     for name, setting in MACHINES.items():
         said = " ".join(f"{variable}={value}" for variable, value in setting.items())

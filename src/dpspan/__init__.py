@@ -4,8 +4,14 @@ The public names are in `__init__.pyi`, and are imported when they are used: a c
 no torch does not wait for it.
 """
 
+import sys
+
 import lazy_loader
+
+from dpspan.support.moved import MovedModules
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"
+
+sys.meta_path.append(MovedModules())

@@ -1,5 +1,5 @@
 """`python -m dpspan`."""
 
-from dpspan.cli import main
+from dpspan.app.cli import main
 
 main()

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from dpspan.checks import check_count, check_number, expect
-from dpspan.public import move
-from dpspan.randomness import seeded
-from dpspan.sample_losses import SampleCriterion, call
-from dpspan.sampling import PrivateLoader
+from dpspan.engine.sampling import PrivateLoader
+from dpspan.public.data import move
+from dpspan.public.losses import SampleCriterion, call
+from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.randomness import seeded
 
 FEWEST = 20  # of each kind
 FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one

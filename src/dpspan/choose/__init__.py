@@ -2,7 +2,7 @@
 
 from dpspan.choose.energy import unprivate_captured_energy as unprivate_captured_energy
 from dpspan.choose.gsd import gsd as gsd
-from dpspan.choose.probe import ProbeNetwork as ProbeNetwork
+from dpspan.choose.probe_network import ProbeNetwork as ProbeNetwork
 from dpspan.choose.ranking import UnprivateRanking as UnprivateRanking
 from dpspan.choose.ranking import UnprivateRow as UnprivateRow
 from dpspan.choose.ranking import rank_public as rank_public

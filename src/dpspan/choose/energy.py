@@ -17,10 +17,10 @@ from dpspan.choose.subspaces import (
     principal_subspace,
     sample_gradients,
 )
-from dpspan.gradients import PerSampleGradients
-from dpspan.numerics import exact
-from dpspan.public import PublicData
-from dpspan.subspace import Subspace
+from dpspan.gradients.numerics import exact
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.public.data import PublicData
+from dpspan.subspaces.subspace import Subspace
 
 
 def unprivate_captured_energy(

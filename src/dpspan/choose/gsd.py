@@ -20,12 +20,12 @@ from dpspan.choose.subspaces import (
     principal_subspace,
     sample_gradients,
 )
-from dpspan.gradients import PerSampleGradients
-from dpspan.layers.terms import Rows
-from dpspan.numerics import exact
-from dpspan.public import PublicData
-from dpspan.public_gradients import Labels
-from dpspan.subspace import Subspace
+from dpspan.gradients.layers.terms import Rows
+from dpspan.gradients.numerics import exact
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.public.data import PublicData
+from dpspan.public.gradients import Labels
+from dpspan.subspaces.subspace import Subspace
 
 
 def gsd(

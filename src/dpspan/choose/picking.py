@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Protocol
 
-from dpspan.checks import expect
+from dpspan.support.checks import expect
 
 Below = Callable[[int], int]  # a uniform whole number from 0 to below its argument
 

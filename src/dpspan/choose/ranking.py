@@ -17,15 +17,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch import Tensor, nn
 
+from dpspan.accounting.ledger import Ledger
 from dpspan.choose.energy import energies, own_gradients
 from dpspan.choose.gsd import full_subspace, subspace_distance
 from dpspan.choose.samples import combined, drawn
 from dpspan.choose.subspaces import PIECE, Loss, evaluated, sample_gradients
 from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
 from dpspan.choose.transport import has_classes, transport_distance
-from dpspan.ledger import Ledger
-from dpspan.public import PublicData
-from dpspan.subspace import Subspace
+from dpspan.public.data import PublicData
+from dpspan.subspaces.subspace import Subspace
 
 _WARNING = "NOT PRIVATE: computed from private records without noise, for the operator's eyes only"
 LOOKED_AT = "unprivate: public data were ranked by private data, without noise"

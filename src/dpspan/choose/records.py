@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE
-from dpspan.randomness import FreshWorker, fresh_randomness
-from dpspan.sampling import PoissonDraw, PrivateLoader, records_of
+from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
+from dpspan.support.randomness import FreshWorker, fresh_randomness
 
 _LABEL_KEYS = ("labels", "label")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from dpspan.checks import check_count, expect
-from dpspan.public import PublicData
+from dpspan.public.data import PublicData
+from dpspan.support.checks import check_count, expect
 
 
 def drawn(source: object, samples: int, *, seed: int, name: str) -> PublicData:

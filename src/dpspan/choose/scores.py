@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpspan.choose.energy import energies
 from dpspan.choose.subspaces import PIECE, Loss
-from dpspan.per_sample import per_sample_gradients
-from dpspan.public import move
-from dpspan.randomness import seeded
-from dpspan.sample_losses import SampleCriterion
-from dpspan.subspace import Subspace
+from dpspan.model.per_sample import per_sample_gradients
+from dpspan.public.data import move
+from dpspan.public.losses import SampleCriterion
+from dpspan.subspaces.subspace import Subspace
+from dpspan.support.randomness import seeded
 
 UNIT = 2**24  # scores are counted in whole numbers of 1/UNIT, so that their sums are exact
 

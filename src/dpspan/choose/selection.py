@@ -24,8 +24,9 @@ from fractions import Fraction
 from scipy.optimize import brentq
 from torch import nn
 
-from dpspan.checks import check_count, check_number, expect
-from dpspan.choose.company import check_company
+from dpspan.accounting.events import pure_event
+from dpspan.accounting.ledger import Ledger
+from dpspan.choose.others import check_company
 from dpspan.choose.picking import pick_named
 from dpspan.choose.records import private_loader, sampled_batches
 from dpspan.choose.samples import drawn
@@ -37,11 +38,10 @@ from dpspan.choose.subspaces import (
     principal_subspace,
     sample_gradients,
 )
-from dpspan.events import pure_event
-from dpspan.ledger import Ledger
-from dpspan.overlap import refuse_overlap
-from dpspan.processes import refuse_several_processes
-from dpspan.public import PublicData
+from dpspan.public.data import PublicData
+from dpspan.public.overlap import refuse_overlap
+from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.processes import refuse_several_processes
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
 # scores together move each sum by up to η, either way, when one record comes or goes, a candidate

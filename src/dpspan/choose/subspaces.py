@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dpspan.capture import captures_on
-from dpspan.gradients import PerSampleGradients
-from dpspan.public import PublicData
-from dpspan.public_gradients import Labels, PublicGradients, RandomLabels, labels_of
-from dpspan.subspace import Subspace
-from dpspan.validation import validate
+from dpspan.gradients.capture import captures_on
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.model.validation import validate
+from dpspan.public.data import PublicData
+from dpspan.public.gradients import Labels, PublicGradients, RandomLabels, labels_of
+from dpspan.subspaces.subspace import Subspace
 
 PIECE = 256  # samples run through the model at a time
 Loss = Callable[..., Tensor]  # a criterion, or (model, inputs[, labels]) → one loss per sample

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpspan.gradients import PerSampleGradients
-from dpspan.layers.pairs import line_blocks
-from dpspan.numerics import exact
+from dpspan.gradients.layers.pairs import line_blocks
+from dpspan.gradients.numerics import exact
+from dpspan.gradients.operator import PerSampleGradients
 
 
 @exact()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpspan.public import PublicData
+from dpspan.public.data import PublicData
 
 
 def transport_distance(first: PublicData, second: PublicData, *, labelled: bool) -> float:

@@ -11,6 +11,7 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from dpspan.accounting.ledger import Ledger
 from dpspan.convex.arrays import Array, Features, no_echo
 from dpspan.convex.learning import Learned, Settings, Table, learn
 from dpspan.convex.losses import Loss, one_hot
@@ -18,7 +19,6 @@ from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows
 from dpspan.convex.scaling import Scaling, scaling_of
 from dpspan.convex.schedules import ClipSchedule, schedule_of
-from dpspan.ledger import Ledger
 
 _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "

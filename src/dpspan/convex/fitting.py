@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from dp_accounting import GaussianDpEvent
 
-from dpspan.checks import expect
+from dpspan.accounting.ledger import Ledger
 from dpspan.convex.arrays import Array
 from dpspan.convex.losses import Loss
 from dpspan.convex.oracles import PublicSide, SubspaceOracle, Tracker
 from dpspan.convex.rows import Rows
 from dpspan.convex.schedules import ClipSchedule
 from dpspan.convex.subspace import Span, Subspace, Whole
-from dpspan.ledger import Ledger
+from dpspan.support.checks import expect
 
 Watch = Callable[[Iterable[int]], Iterable[int]]
 """Goes over the steps as they come, to show progress."""

@@ -11,9 +11,10 @@ import numpy as np
 from dp_accounting import GaussianDpEvent
 from rich.progress import track
 
-from dpspan.accounting import Budget, calibrate_event
-from dpspan.certificate import ADD_OR_REMOVE, certificate
-from dpspan.checks import check_count, check_number, expect
+from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
+from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
+from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.arrays import Array, Features
 from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.losses import Loss
@@ -23,9 +24,8 @@ from dpspan.convex.public_rows import digest, refuse_overlap
 from dpspan.convex.rows import Rows
 from dpspan.convex.scaling import Preparation, Scaling
 from dpspan.convex.schedules import ClipSchedule
-from dpspan.ledger import RECORDS_TOLD, Ledger
-from dpspan.processes import refuse_several_processes
-from dpspan.promises import check_promised_delta, warn_of_weaknesses, weaknesses
+from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.processes import refuse_several_processes
 
 _ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
 STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}

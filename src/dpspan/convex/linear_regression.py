@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import validate_data
 
-from dpspan.checks import expect
+from dpspan.accounting.ledger import Ledger
 from dpspan.convex.arrays import Array, no_echo
 from dpspan.convex.estimator import PrivateLinearModel
 from dpspan.convex.learning import Table
@@ -17,7 +17,7 @@ from dpspan.convex.losses import Huber, Loss, Squared
 from dpspan.convex.methods import Method
 from dpspan.convex.scaling import Scaling
 from dpspan.convex.schedules import ClipSchedule
-from dpspan.ledger import Ledger
+from dpspan.support.checks import expect
 
 LOSSES: Mapping[str, Loss] = {"squared": Squared(), "huber": Huber()}
 

@@ -6,12 +6,12 @@ from typing import Any, Self
 
 from numpy.typing import ArrayLike
 
+from dpspan.accounting.ledger import Ledger
 from dpspan.convex.estimator import PrivateLinearClassifier
 from dpspan.convex.losses import SmoothedHinge
 from dpspan.convex.methods import Method
 from dpspan.convex.scaling import Scaling
 from dpspan.convex.schedules import ClipSchedule
-from dpspan.ledger import Ledger
 
 
 class PrivateLinearSVC(PrivateLinearClassifier):

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
+from dpspan.accounting.ledger import Ledger
 from dpspan.convex.arrays import Array
 from dpspan.convex.estimator import PrivateLinearClassifier
 from dpspan.convex.losses import Logistic
 from dpspan.convex.methods import Method
 from dpspan.convex.scaling import Scaling
 from dpspan.convex.schedules import ClipSchedule
-from dpspan.ledger import Ledger
 
 
 class PrivateLogisticRegression(PrivateLinearClassifier):

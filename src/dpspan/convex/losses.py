@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from dpspan.checks import check_number, expect
 from dpspan.convex.arrays import Array
+from dpspan.support.checks import check_number, expect
 
 
 class Loss(Protocol):

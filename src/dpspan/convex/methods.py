@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dpspan.checks import check_count, check_number, expect, shown
 from dpspan.convex.arrays import Array
 from dpspan.convex.descent import Descent, descend
 from dpspan.convex.fitting import Fit
@@ -19,6 +18,7 @@ from dpspan.convex.preconditioners import (
     Released,
     ReleasedSecondMoment,
 )
+from dpspan.support.checks import check_count, check_number, expect, shown
 
 
 def _check(method: Descent) -> None:

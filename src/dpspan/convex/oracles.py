@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 from scipy import linalg, optimize
 
-from dpspan.checks import check_count
 from dpspan.convex.arrays import Array, Features
 from dpspan.convex.losses import Loss
 from dpspan.convex.public_rows import digest
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspace import Span, Subspace, Whole
+from dpspan.support.checks import check_count
 
 _NEGLIGIBLE = 1e-12  # share of the largest eigenvalue below which a direction is rounding
 _PENALTIES, _FOLDS = (1e-3, 1e-2, 1e-1, 1.0), 5  # of a start

@@ -28,12 +28,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpspan.checks import check_number, expect
 from dpspan.convex.arrays import Array
 from dpspan.convex.fitting import Fit
 from dpspan.convex.metric import Metric
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspace import Subspace, rotation
+from dpspan.support.checks import check_number, expect
 
 LARGEST_MATRIX = 4000  # dimensions in which a full matrix is still built and decomposed
 COMFORTABLE_MATRIX = 1000  # and up to which nobody has to ask for it

@@ -82,6 +82,6 @@ def _emptied(x: Features, where: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> 
 
 
 def _rounded_up(squares: Array, terms: int) -> Array:
-    """Roots of computed sums of `terms` squares, made bounds: see dpspan.numerics."""
+    """Roots of computed sums of `terms` squares, made bounds: see dpspan.gradients.numerics."""
     bounds: Array = np.sqrt(squares + terms * _TINY) * (1 + (terms + 8) * _UNIT)
     return bounds

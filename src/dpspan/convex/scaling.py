@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from sklearn.utils.sparsefuncs import mean_variance_axis
 
-from dpspan.checks import check_number, expect, shown
 from dpspan.convex.arrays import Array, Features, is_sparse, scale_rows
 from dpspan.convex.rows import norm_bounds
+from dpspan.support.checks import check_number, expect, shown
 
 
 @dataclass(frozen=True, kw_only=True)

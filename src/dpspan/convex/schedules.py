@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-from dpspan.checks import check_number, expect, shown
+from dpspan.support.checks import check_number, expect, shown
 
 
 @runtime_checkable

@@ -8,9 +8,9 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from dpspan.gradients import PerSampleGradients
-from dpspan.noise import Noise
-from dpspan.public import PublicData
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.mechanisms.noise import Noise
+from dpspan.public.data import PublicData
 
 Sums = dict[str, Tensor]
 

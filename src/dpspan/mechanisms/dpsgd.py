@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
-from dpspan.gradients import PerSampleGradients
+from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Setting, Sums, check_one_clip
-from dpspan.noise import Noise
-from dpspan.public import PublicData
+from dpspan.mechanisms.clipping import ClippingRule, FlatClipping, clip_factors
+from dpspan.mechanisms.noise import Noise
+from dpspan.public.data import PublicData
+from dpspan.support.checks import describe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpspan.clipping import clip_factors
-from dpspan.gradients import PerSampleGradients
+from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Setting, Sums
-from dpspan.mechanisms.in_subspace import (
+from dpspan.mechanisms.clipping import clip_factors
+from dpspan.mechanisms.noise import Noise
+from dpspan.mechanisms.subspace_method import (
     EMBEDDING,
     SubspaceMechanism,
     SubspaceMethod,
     lengths,
     weighted_sum,
 )
-from dpspan.noise import Noise
 
 
 @dataclass(frozen=True, kw_only=True)

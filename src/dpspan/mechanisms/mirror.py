@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpspan.checks import check_number, expect
-from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
-from dpspan.gradients import PerSampleGradients
-from dpspan.health import Health
+from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Setting, Sums, check_one_clip
+from dpspan.mechanisms.clipping import ClippingRule, FlatClipping, clip_factors
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
-from dpspan.mixing import Mixing
-from dpspan.noise import Noise
-from dpspan.public import PublicData
-from dpspan.public_gradients import PublicGradients, RealLabels
+from dpspan.mechanisms.noise import Noise
+from dpspan.mechanisms.schedule import Mixing
+from dpspan.public.data import PublicData
+from dpspan.public.gradients import PublicGradients, RealLabels
+from dpspan.support.checks import check_number, describe, expect
+from dpspan.support.device_facts import Health
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,14 +22,15 @@ from typing import Any
 
 from torch import nn
 
-from dpspan.carried import CarriedWeights, carried_weights
-from dpspan.carriers import Carrier, CarrierSource, Chance, History
-from dpspan.clipping import ClippingRule, FlatClipping, clip_factors, describe
-from dpspan.gradients import PerSampleGradients
-from dpspan.layers.terms import Rows, Term
+from dpspan.gradients.layers.terms import Rows, Term
+from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Setting, Sums, check_one_clip
-from dpspan.noise import Noise
-from dpspan.public import PublicData
+from dpspan.mechanisms.carried_weights import CarriedWeights, carried_weights
+from dpspan.mechanisms.carriers import Carrier, CarrierSource, Chance, History
+from dpspan.mechanisms.clipping import ClippingRule, FlatClipping, clip_factors
+from dpspan.mechanisms.noise import Noise
+from dpspan.public.data import PublicData
+from dpspan.support.checks import describe
 
 _NAMED: dict[str, CarrierSource] = {"history": History(), "random": Chance()}
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpspan.anchors import SpanSource
 from dpspan.mechanisms.base import Sums
-from dpspan.public import PublicData
-from dpspan.span import Span
-from dpspan.subspace import stable_rank
+from dpspan.public.data import PublicData
+from dpspan.subspaces.groups import Span
+from dpspan.subspaces.sources import SpanSource
+from dpspan.subspaces.subspace import stable_rank
 
 
 class SpanKeeper:

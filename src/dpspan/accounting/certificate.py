@@ -1,0 +1,165 @@
+"""The certificate: what a run guarantees and how it was spent, as one strict JSON document."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from dpspan.accounting.epsilon import pld_interval
+from dpspan.accounting.events import event_to_json
+from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import check_promised_delta, weaknesses
+from dpspan.support.checks import shown
+from dpspan.support.files import replacing
+
+FORMAT = "dpspan.certificate"
+VERSION = 1
+ADD_OR_REMOVE = "add or remove one record"
+_PACKAGES = ("dpspan", "torch", "dp-accounting", "numpy", "scipy", "scikit-learn")
+
+
+def certificate(
+    ledger: Ledger,
+    *,
+    delta: float | None = None,
+    training: Mapping[str, Any],
+    adjacency: str = ADD_OR_REMOVE,
+) -> dict[str, Any]:
+    """The document for what `ledger` holds, at δ (by default its budget's).
+
+    `training` describes method and sampling: public configuration, as plain values. `adjacency`
+    says between which datasets the guarantee holds.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.accounting.certificate import certificate
+        >>> from dpspan.accounting.events import step_event
+        >>> ledger = dpspan.Ledger(accountant="rdp")
+        >>> ledger.charge(step_event(noise_multiplier=2.0, sample_rate=0.01), count=100)
+        >>> document = certificate(ledger, delta=1e-5, training={"method": "mine"})
+        >>> document["private"], document["steps"], document["adjacency"]
+        (True, 100, 'add or remove one record')
+    """
+    spending = ledger.spending(delta)  # first: it may add a warning
+    check_promised_delta("delta", spending.delta)
+    weak = weaknesses(spending.epsilon, spending.delta)
+    budget = ledger.budget
+    fallback = spending.accountant != ledger.accountant
+    interval = None
+    if spending.accountant == "pld" and math.isfinite(spending.epsilon):
+        interval = pld_interval(ledger.events)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "private": math.isfinite(spending.epsilon) and not ledger.invalid,
+        "not_private_because": _reasons(ledger, spending.epsilon),
+        "epsilon": spending.epsilon,
+        "delta": spending.delta,
+        "adjacency": adjacency,
+        "discloses_number_of_records": ledger.discloses_records,
+        "budget": None if budget is None else asdict(budget),
+        "accountant": {
+            "chosen": ledger.accountant,
+            "used": spending.accountant,
+            "fallback": fallback,
+            "value_discretization_interval": interval,
+        },
+        "training": dict(training),
+        "steps": ledger.steps,
+        "events": [
+            {"count": count, "text": f"{count} × {event}", "event": event_to_json(event)}
+            for event, count in ledger.events
+        ],
+        "public": [
+            {"name": r.name, "count": r.count, "sha256": r.digest, "detail": r.detail}
+            for r in ledger.public
+        ],
+        "warnings": list(dict.fromkeys([*ledger.warnings, *weak])),
+        "versions": _versions(),
+    }
+    return {key: _plain(key, value) for key, value in document.items()}
+
+
+def weights_sha256(weights: Mapping[str, Any]) -> str:
+    """SHA-256 over a state_dict: name, dtype, shape and bytes of each tensor, sorted by name.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.accounting.certificate import weights_sha256
+        >>> weights_sha256({"weight": torch.zeros(2)})[:8]
+        '0b15b00b'
+    """
+    import torch  # here: a fit of a table needs none
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:
+    """Write the document whole or not at all; OSError with the path if that is impossible.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.accounting.certificate import certificate
+        >>> document = certificate(dpspan.Ledger(), delta=1e-5, training={"method": "mine"})
+        >>> dpspan.write_certificate("certificate.json", document).name
+        'certificate.json'
+    """
+    path = Path(path)
+    text = json.dumps(_plain("document", document), indent=2, ensure_ascii=False, allow_nan=False)
+    with replacing(path, what="the certificate") as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def _reasons(ledger: Ledger, epsilon: float) -> list[str]:
+    infinite = [] if math.isfinite(epsilon) else ["no finite ε covers what was released"]
+    return [*infinite, *ledger.invalid]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _plain(where: str, value: Any) -> Any:
+    """The value in strict JSON; infinity, which JSON lacks, as a word."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        unprivate = [key for key in value if str(key).startswith("unprivate")]
+        if unprivate:
+            raise ValueError(
+                f"Cannot put {where}.{unprivate[0]} into the certificate: it was computed from "
+                "private data without noise."
+            )
+        return {str(key): _plain(f"{where}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and not math.isnan(value):
+        number = float(value)
+        return number if math.isfinite(number) else "infinity" if number > 0 else "-infinity"
+    raise ValueError(
+        f"Cannot put {where} into the certificate: expected text, numbers, lists and mappings, "
+        f"got {shown(value)}."
+    )

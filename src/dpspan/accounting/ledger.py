@@ -1,0 +1,284 @@
+"""The record of what a run has released, kept within its budget."""
+
+import dataclasses
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any, Never
+
+from dp_accounting import dp_event
+from dp_accounting.dp_event import DpEvent
+from dp_accounting.privacy_accountant import NeighboringRelation
+
+from dpspan.accounting.epsilon import (
+    Budget,
+    Events,
+    Headroom,
+    Spending,
+    account,
+    check_accountant,
+    pld_epsilon,
+)
+from dpspan.accounting.events import event_from_json, event_to_json
+from dpspan.support.checks import check_count, check_delta, expect
+from dpspan.support.errors import BudgetExceeded
+
+RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
+_STATE_VERSION = 2
+_COPIED = (
+    "A ledger cannot be copied or sent to another process: what is charged to the copy would be "
+    "missing here. Charge in one process (n_jobs=1, no fork), or move the record with state_dict "
+    "and load_state_dict."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicRecord:
+    """One data set that the user declared public; `digest` is the sha256 of its content."""
+
+    name: str
+    digest: str
+    count: int
+    detail: str = ""
+
+
+class Ledger:
+    """Records each event before its release and refuses what the budget cannot pay for.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.accounting.events import step_event
+        >>> ledger = dpspan.Ledger(budget=dpspan.Budget(epsilon=1.0, delta=1e-5), accountant="rdp")
+        >>> ledger.charge(step_event(noise_multiplier=2.0, sample_rate=0.01), count=100)
+        >>> round(ledger.epsilon(), 3)
+        0.257
+        >>> ledger.charge(step_event(noise_multiplier=0.1, sample_rate=0.01))
+        Traceback (most recent call last):
+        dpspan.support.errors.BudgetExceeded: ...
+    """
+
+    def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:
+        self.accountant = check_accountant(accountant)
+        self._budget = budget
+        self._process = os.getpid()
+        self._mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
+        self._events: list[tuple[DpEvent, int]] = []
+        # Of these the keys count: each once, in order.
+        self._warnings: dict[str, None] = {}
+        self._invalid: dict[str, None] = {}
+        self._public: dict[PublicRecord, None] = {}
+        self._headroom: Headroom | None = None
+        self._spendings: dict[float, Spending] = {}
+
+    @property
+    def budget(self) -> Budget | None:
+        """What may be spent; nothing is refused without one."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        self._budget = budget
+        self._headroom = None
+
+    @property
+    def events(self) -> tuple[tuple[DpEvent, int], ...]:
+        """Every event with its count, in order, equal neighbours merged."""
+        return tuple(self._events)
+
+    @property
+    def event(self) -> DpEvent:
+        """Everything recorded, as one composed event."""
+        return dp_event.ComposedDpEvent(
+            [dp_event.SelfComposedDpEvent(event, count) for event, count in self._events]
+        )
+
+    @property
+    def steps(self) -> int:
+        """How many events have been charged."""
+        return sum(count for _, count in self._events)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the certificate has to mention."""
+        return tuple(self._warnings)
+
+    @property
+    def discloses_records(self) -> bool:
+        """Whether something here was derived from the number of records, and tells it."""
+        return any(warning.startswith(RECORDS_TOLD) for warning in self._warnings)
+
+    @property
+    def invalid(self) -> tuple[str, ...]:
+        """Why the run is not private, whatever ε says; empty for a private run."""
+        return tuple(self._invalid)
+
+    @property
+    def public(self) -> tuple[PublicRecord, ...]:
+        """What was declared public."""
+        return tuple(self._public)
+
+    def charge(self, event: DpEvent, count: int = 1) -> None:
+        """Record `count` releases about to happen; BudgetExceeded, and no record, if too dear."""
+        if os.getpid() != self._process:
+            raise RuntimeError(_COPIED)
+        event, count = self._own(event), check_count("count", count)
+        self._check_affordable(event, count, look_ahead=True)
+        if self._headroom is not None:
+            self._headroom.used += count
+        self._spendings.clear()
+        if self._events and self._events[-1][0] == event:
+            self._events[-1] = (event, self._events[-1][1] + count)
+        else:
+            self._events.append((event, count))
+
+    def reserve(self, event: DpEvent, count: int) -> None:
+        """Check once that `count` more of `event` fit the budget; charges then cost nothing."""
+        event, count = self._own(event), check_count("count", count)
+        self._check_affordable(event, count, look_ahead=False)
+
+    def spending(self, delta: float | None = None) -> Spending:
+        """ε at `delta` (the budget's, if there is one) and the accountant it comes from."""
+        delta = self._delta(delta)
+        if delta not in self._spendings:
+            self._spendings[delta] = account(self._events, delta, self.accountant)
+        spending = self._spendings[delta]
+        if spending.warning is not None:
+            self.warn(spending.warning)
+        return spending
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """ε spent so far for adding or removing one record; infinite if nothing bounds it."""
+        return self.spending(delta).epsilon
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """`epsilon`, under the name that dp-accounting's and Opacus' accountants use."""
+        return self.epsilon(delta)
+
+    def replace_one_epsilon(self, delta: float | None = None) -> float:
+        """ε for replacing one record: PLD only, as dp-accounting's RDP under-counts it."""
+        delta = self._delta(delta)
+        try:
+            return pld_epsilon(self._events, delta, NeighboringRelation.REPLACE_ONE)
+        except Exception as error:
+            self.warn(f"ε for replacing one record is unknown, reported as infinite ({error}).")
+            return math.inf
+
+    def warn(self, message: str) -> None:
+        """Remember a warning for the certificate."""
+        self._warnings[message] = None
+
+    def invalidate(self, reason: str) -> None:
+        """Mark the run as not private for good, whatever its ε (a fixed noise seed, say)."""
+        self._invalid[reason] = None
+
+    def declare_public(self, name: str, digest: str, count: int, detail: str = "") -> None:
+        """Record that `count` samples with this sha256 are taken to be public."""
+        for label, text in (("name", name), ("digest", digest), ("detail", detail)):
+            expect(isinstance(text, str), f"{label} to be a text", text)
+        count = check_count("count", count)
+        self._public[PublicRecord(name=name, digest=digest, count=count, detail=detail)] = None
+
+    def __reduce__(self) -> Never:
+        raise TypeError(_COPIED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            "version": _STATE_VERSION,
+            "saved_by": self._mark,
+            "budget": None if self.budget is None else dataclasses.asdict(self.budget),
+            "steps": self.steps,
+            "events": [{"event": event_to_json(e), "count": n} for e, n in self._events],
+            "warnings": list(self._warnings),
+            "invalid": list(self._invalid),
+            "public": [dataclasses.asdict(record) for record in self._public],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a saved record; ValueError, and no change, if it is damaged or not ours.
+
+        The ledger keeps its accountant and its budget (the saved one, if it has none). Loading
+        never forgets a release: what this ledger holds of its own (public data chosen once more,
+        before the checkpoint was loaded) is added to the saved record, equal or not.
+        """
+        loaded = _parse_state(state)
+        if state["saved_by"] != self._mark:
+            for event, count in self._events:
+                loaded.charge(event, count)
+        elif not _begins_with(loaded._events, self._events):
+            raise ValueError(
+                "Cannot load the ledger state: this ledger has released more since it saved that "
+                "state, and loading would forget it. Load into a new ledger."
+            )
+        self._events = loaded._events
+        self._warnings |= loaded._warnings
+        self._invalid |= loaded._invalid
+        self._public |= loaded._public
+        self.budget = self.budget or loaded.budget  # also forgets the headroom
+        self._spendings.clear()
+
+    def _delta(self, delta: float | None) -> float:
+        if delta is None:
+            if self.budget is None:
+                raise ValueError("Expected delta, as the ledger has no budget to take it from.")
+            delta = self.budget.delta
+        return check_delta("delta", delta)
+
+    def _own(self, event: DpEvent) -> DpEvent:
+        """A checked copy: a composed event holds a list, which its owner could still change."""
+        if self._events and self._events[-1][0] == event:  # in a stream of steps, nearly always
+            return self._events[-1][0]
+        if not isinstance(event, DpEvent):
+            raise TypeError(f"Expected a dp_accounting DpEvent, got {type(event).__name__}.")
+        return event_from_json(event_to_json(event))
+
+    def _check_affordable(self, event: DpEvent, count: int, *, look_ahead: bool) -> None:
+        if self.budget is None:
+            return
+        if self._headroom is None or self._headroom.event != event:
+            self._headroom = Headroom(event, self._events, self.budget, self.accountant)
+        if not self._headroom.fits(count, look_ahead=look_ahead):
+            raise BudgetExceeded(
+                f"{count} more of {event} would exceed the budget of ε = {self.budget.epsilon:g} "
+                f"at δ = {self.budget.delta:g}: ε = {self.epsilon():.4f} is spent, after "
+                f"{self.steps} steps. Stop training (the model is as private as its certificate "
+                "says), or set a larger budget."
+            )
+
+
+def _parse_state(state: Mapping[str, Any]) -> Ledger:
+    """A new ledger with the record of `state`, every part of it checked."""
+    ledger = Ledger()
+    try:
+        expect(isinstance(state, Mapping), "a mapping", state)
+        expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
+        expect(isinstance(state["saved_by"], str), "saved_by to be a text", state["saved_by"])
+        for key in ("events", "warnings", "invalid", "public"):
+            expect(isinstance(state[key], list), f"{key} to be a list", state[key])
+        for entry in state["events"]:
+            ledger.charge(event_from_json(entry["event"]), entry["count"])
+        expect(state["steps"] == ledger.steps, f"the {ledger.steps} steps held", state["steps"])
+        for key, keep in (("warnings", ledger.warn), ("invalid", ledger.invalidate)):
+            for text in state[key]:
+                expect(isinstance(text, str), f"{key} to hold texts", text)
+                keep(text)
+        for record in state["public"]:
+            ledger.declare_public(*(record[f.name] for f in dataclasses.fields(PublicRecord)))
+        budget = state["budget"]
+        if budget is not None:
+            ledger.budget = Budget(epsilon=budget["epsilon"], delta=budget["delta"])
+    except KeyError as error:
+        raise ValueError(f"Cannot load the ledger state: {error} is missing.") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"Cannot load the ledger state: {error}") from error
+    return ledger
+
+
+def _begins_with(loaded: Events, held: Events) -> bool:
+    """Whether `loaded` continues `held`, whose last event may have gone on."""
+    if not held or not loaded:
+        return not held
+    *earlier, (event, count) = held
+    *before, (last, reached) = loaded[: len(held)]
+    return before == earlier and last == event and reached >= count

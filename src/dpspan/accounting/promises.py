@@ -1,0 +1,48 @@
+"""Which (ε, δ) is hardly a promise and which is none: one answer wherever one is asked for.
+
+What decides is public: thresholds, and the number of records only where that is public too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from dpspan.support.checks import check_delta, expect
+
+# To publish each record with probability δ, as it is, keeps the promise (0, δ). From a tenth on no
+# number of records makes that a promise, so it is refused. Above a thousandth it is one only for
+# data so small that nothing could be learnt from them, so it is said.
+LARGEST_DELTA, LARGE_DELTA = 0.1, 1e-3
+LARGE_EPSILON = 10.0  # above, guesses who took part may be right 99.995 % of the time
+
+
+def check_promised_delta(name: str, value: Any) -> float:
+    """The value as the δ of a promise: of a budget or a certificate."""
+    delta = check_delta(name, value)
+    expect(
+        delta < LARGEST_DELTA,
+        f"{name} below {LARGEST_DELTA:g} (with a δ that large, to publish that share of all "
+        "records as they are would keep the promise; take one well below 1 / number of records)",
+        value,
+    )
+    return delta
+
+
+def weaknesses(epsilon: float | None, delta: float, records: int | None = None) -> list[str]:
+    """What a reader should know of such a promise; `records` only where it is public."""
+    said = []
+    if epsilon is not None and epsilon > LARGE_EPSILON:
+        said.append(f"an ε above {LARGE_EPSILON:g} promises next to nothing: people use 1 to 8")
+    if delta > LARGE_DELTA or delta * (records or 0) >= 1:
+        said.append(
+            f"δ = {delta:g} is large: to publish every record with that probability would keep the "
+            "promise. Choose one well below 1 / number of records"
+        )
+    return said
+
+
+def warn_of_weaknesses(epsilon: float | None, delta: float, records: int | None = None) -> None:
+    """To whoever is about to make the promise."""
+    for sentence in weaknesses(epsilon, delta, records):
+        warnings.warn(f"dpspan: {sentence}.", stacklevel=3)

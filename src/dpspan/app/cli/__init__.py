@@ -1,0 +1,31 @@
+"""The command line: `dpspan train config.yaml`, and `dpspan --help` for the rest."""
+
+import io
+import os
+import sys
+
+from dpspan.app.cli import account as account
+from dpspan.app.cli import advise as advise
+from dpspan.app.cli import audit as audit
+from dpspan.app.cli import choose as choose
+from dpspan.app.cli import compare as compare
+from dpspan.app.cli import demo as demo
+from dpspan.app.cli import init as init
+from dpspan.app.cli import report as report
+from dpspan.app.cli import train as train
+from dpspan.app.cli.app import app as app
+
+
+def main() -> None:
+    """Entry point. A reader that leaves early (`dpspan … | head`) ends it without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every code page knows ε
+            stream.reconfigure(errors="replace")
+    try:
+        try:
+            app(prog_name="dpspan")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        sys.exit(1)

@@ -1,0 +1,5 @@
+"""`python -m dpspan.app.cli`."""
+
+from dpspan.app.cli import main
+
+main()

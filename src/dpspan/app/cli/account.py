@@ -1,0 +1,99 @@
+"""`dpspan account`: of ε, noise multiplier and epochs, the third from the other two."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
+from dpspan.app.cli.app import Json, Quiet, app, out, print_json
+from dpspan.support.checks import check_count, expect
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dpspan.app.cli.prices import Row
+
+
+@app.command(name="account")
+def account_command(
+    delta: Annotated[float, typer.Option(help="δ; well below 1 / number of records.")],
+    records: Annotated[int | None, typer.Option(help="Number of private records.")] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Expected batch size; may be repeated.")
+    ] = None,
+    sample_rate: Annotated[
+        list[float] | None, typer.Option(help="q, instead of records and batch size.")
+    ] = None,
+    epochs: Annotated[list[int] | None, typer.Option(help="Epochs; may be repeated.")] = None,
+    noise_multiplier: Annotated[
+        list[float] | None, typer.Option(help="z; may be repeated.")
+    ] = None,
+    epsilon: Annotated[list[float] | None, typer.Option(help="ε; may be repeated.")] = None,
+    accountant: Annotated[str, typer.Option(help="pld or rdp.")] = "pld",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What training costs: give two of --epsilon, --noise-multiplier and --epochs.
+
+    An option given several times makes a table over all combinations.
+    """
+    check_promised_delta("--delta", delta)
+    rates = _rates(records, batch_size, sample_rate)
+    given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
+    missing = [name for name, values in given.items() if not values]
+    if len(missing) != 1:
+        raise ValueError(
+            "Expected two of --epsilon, --noise-multiplier and --epochs; the third is computed."
+        )
+    from dpspan.accounting.epsilon import check_accountant
+    from dpspan.app.cli.prices import SOLVERS
+
+    check_accountant(accountant)
+    solve = SOLVERS[missing[0]]
+    known = [values for values in given.values() if values]
+    rows = [
+        solve(q, first, second, delta, accountant)
+        for q, first, second in itertools.product(rates, *known)
+    ]
+    warn_of_weaknesses(max(row.epsilon for row in rows), delta, records)
+    if as_json:
+        print_json({"adjacency": "add or remove one record", "rows": [asdict(r) for r in rows]})
+    else:
+        out().print(_table(rows))
+
+
+def _rates(
+    records: int | None, batch_sizes: list[int] | None, sample_rates: list[float] | None
+) -> list[float]:
+    if sample_rates and not batch_sizes and records is None:
+        for rate in sample_rates:
+            expect(0 < rate <= 1, "--sample-rate above 0 and at most 1", rate)
+        return sample_rates
+    if sample_rates or not batch_sizes or records is None:
+        raise ValueError("Expected --records and --batch-size, or --sample-rate alone.")
+    check_count("--records", records)
+    return [min(1.0, check_count("--batch-size", size) / records) for size in batch_sizes]
+
+
+def _table(rows: list[Row]) -> Table:
+    from rich.table import Table
+
+    first = rows[0]
+    table = Table(
+        title=f"δ = {first.delta:g}, {first.accountant}, add or remove one record, Poisson batches"
+    )
+    headings = {"sample_rate": "q", "epochs": "epochs", "steps": "steps"}
+    headings |= {"noise_multiplier": "noise multiplier", "epsilon": "ε"}
+    for name, heading in headings.items():
+        style = "bold" if name == first.solved_for else ""
+        table.add_column(heading, justify="right", style=style)
+    for row in rows:
+        epsilon = "∞" if math.isinf(row.epsilon) else f"{row.epsilon:.4f}"
+        cells = (f"{row.sample_rate:.6g}", str(row.epochs), str(row.steps))
+        table.add_row(*cells, f"{row.noise_multiplier:.4f}", epsilon)
+    return table

@@ -1,0 +1,173 @@
+"""The configuration of a run: one YAML file, checked before anything is read or spent.
+
+Everything in it is public: it is copied into the run's folder and quoted by the certificate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from dpspan.accounting.promises import LARGEST_DELTA
+from dpspan.app.config.features import PatchesSection
+from dpspan.app.config.methods import AnyMethod
+from dpspan.app.config.models import AnyModel
+from dpspan.app.config.section import Count, File, Positive, Section, Texts
+from dpspan.app.config.training import AnyTrainable, TrainingSection, WarmStartSection
+from dpspan.app.config.yaml_file import ConfigError as ConfigError
+from dpspan.app.config.yaml_file import parse, read
+from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
+
+AnySource = Annotated[
+    Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
+]
+
+
+class DataSection(Section):
+    """Where the data are.
+
+    `classes` is their number, or their names in order. `test_is_public` declares that anybody may
+    see what is computed on the test data; without it test results are unprivate. `records` is
+    about how many private records there are, as a public number: the sampling rate is batch size /
+    records. Without it the exact number is used, and the certificate tells it.
+    """
+
+    classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)]
+    private: AnySource
+    public: dict[str, AnySource] = Field(default_factory=dict)
+    test: AnySource | None = None
+    test_is_public: bool = False
+    records: Count | None = None
+
+    @model_validator(mode="after")
+    def _private_data_are_private_only(self) -> Self:
+        others = {f"public.{name}": source for name, source in self.public.items()}
+        if self.test is not None:
+            others["test"] = self.test
+        for at, source in others.items():
+            if source.records == self.private.records:
+                _refuse(
+                    at,
+                    f"These are the records of data.private itself ({source.path}): give data of "
+                    "other people here.",
+                )
+        return self
+
+
+class BudgetSection(Section):
+    """(ε, δ) for the whole run, or a noise multiplier whose ε at δ is then reported."""
+
+    epsilon: Positive | None = None
+    noise_multiplier: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=LARGEST_DELTA)]
+    accountant: Literal["pld", "rdp"] = "pld"
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise PydanticCustomError(
+                "one_of", "Expected epsilon or noise_multiplier, and not both."
+            )
+        return self
+
+
+class ChooseSection(Section):
+    """Choose among data.public by private records; what that costs is part of the budget."""
+
+    epsilon: Annotated[float, Field(gt=0, le=10)] = 0.1
+    rank: Count = 16
+    samples: Count = 2000
+    mechanism: Literal["permute-and-flip", "exponential"] = "permute-and-flip"
+
+
+class OutputSection(Section):
+    """What is written where.
+
+    `checkpoint_every` counts steps; the end of an epoch always has a checkpoint. With
+    `unprivate_metrics`, loss and accuracy on private batches are written too, under names that
+    say so, and the certificate mentions it: such files are not to be published.
+    """
+
+    folder: File
+    checkpoint_every: Count | None = None
+    unprivate_metrics: bool = False
+    tensorboard: bool = False
+
+
+class Config(Section):
+    """A run."""
+
+    data: DataSection
+    features: PatchesSection | None = None
+    model: AnyModel
+    method: AnyMethod
+    budget: BudgetSection
+    training: TrainingSection
+    trainable: AnyTrainable | None = None
+    warm_start: WarmStartSection | None = None
+    choose: ChooseSection | None = None
+    output: OutputSection
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        named = {
+            "method.public": getattr(self.method, "public", None),
+            "warm_start.public": self.warm_start.public if self.warm_start else None,
+            "features.public": self.features.public if self.features else None,
+        }
+        for at, name in named.items():
+            if name is not None and name not in self.data.public:
+                known = ", ".join(self.data.public) or "none"
+                _refuse(
+                    at, f"Expected the name of a dataset under data.public ({known}), got '{name}'."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _public_data_is_known(self) -> Self:
+        method, name = self.method, getattr(self.method, "public", None)
+        if self.choose is not None:
+            if not method.needs_public:
+                _refuse(
+                    "choose", f"The method {method.name} uses no public data: leave `choose` out."
+                )
+            if name is not None:
+                _refuse(
+                    "method.public", "Leave this out, or `choose`: only one of them can decide."
+                )
+            if len(self.data.public) < 2:
+                _refuse("choose", "Expected at least 2 datasets under data.public to choose from.")
+        elif method.needs_public and name is None:
+            _refuse(
+                "method",
+                f"The method {method.name} needs public data: set `public` to the name of a "
+                "dataset under data.public, or add a `choose` section.",
+            )
+        elif not method.needs_public and name is not None:
+            _refuse("method.public", "A random subspace uses no public data: leave this out.")
+        return self
+
+    def fixed(self) -> dict[str, Any]:
+        """What must not change between parts of a run: all but where it runs and what it logs."""
+        plain: dict[str, Any] = self.model_dump(
+            mode="json",
+            exclude={"output": True, "training": {"device": True, "physical_batch_size": True}},
+        )
+        return plain
+
+
+def _refuse(at: str, message: str) -> None:
+    raise PydanticCustomError("refused", "{message}", {"message": message, "at": at})
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a configuration file; ConfigError, with lines, if it cannot be used."""
+    return read(path, Config)
+
+
+def parse_config(text: str, *, name: str = "config") -> Config:
+    """A configuration from a text; errors call it `name`."""
+    return parse(text, Config, name=name)

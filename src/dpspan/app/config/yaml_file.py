@@ -1,0 +1,232 @@
+"""YAML files read for people: every complaint has its line and says what is allowed.
+
+None shows what the file holds: somebody will give the private data where a configuration is meant.
+So of keys only those are named that a configuration has, and of values only the kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dpspan.support.errors import DPSpanError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class ConfigError(DPSpanError, ValueError):
+    """A configuration that cannot be used; the message has one line for each problem."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers and truth values: 1e-5 is a number, and `no` is a text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, regexp) for tag, regexp in known if tag.split(":")[-1] in ("null", "merge")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|false", "tf"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.inf|\.nan", "-+."),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def read(path: str | Path, model: type[Model]) -> Model:
+    """The file as a checked model; ConfigError with `path:line` for what is wrong."""
+    return parse(read_text(path), model, name=str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """What a file says; ConfigError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise ConfigError(f"Cannot read the configuration {path}: {reason}.") from None
+
+
+def parse(text: str, model: type[Model], *, name: str) -> Model:
+    """The text as a checked model; `name` is what errors call it."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _refuse_duplicates(node, name)  # before `<<:` is put in
+        values = {} if node is None else loader.construct_document(node)
+    except ConfigError:
+        raise
+    except Exception as error:  # a tag such as !!int has errors of its own
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        where = name if mark is None else f"{name}:{mark.line + 1}"
+        raise ConfigError(
+            f"{where}: This is not YAML, or not here: look for tabs, for brackets and quotes that "
+            "are not closed, and for aliases that nothing defines."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{name}:1: Expected keys and values, such as 'data:', got {_kind(values)}. Is this a "
+            "configuration? `dpspan init` writes one."
+        )
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        complete = _with_allowed_tags(error, model, values)
+    known = _keys(model.model_json_schema())
+    problems: dict[tuple[str, int], str] = {}
+    for found in complete.errors():
+        place, line = _place(node, found, known)
+        # Of a value that could be several things, one complaint will do.
+        problems.setdefault((place, line), f"{name}:{line}: {place}: {_sentence(found)}")
+    raise ConfigError("\n".join(problems.values()))
+
+
+def _keys(schema: Any) -> set[str]:
+    """The names of all fields in a model and below."""
+    if isinstance(schema, list):
+        return set().union(*map(_keys, schema))
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema.get("properties", ())).union(*map(_keys, schema.values()))
+
+
+def _with_allowed_tags(
+    error: ValidationError, model: type[BaseModel], values: Any
+) -> ValidationError:
+    """pydantic names the alternatives only if the key that chooses one is there: so put it in."""
+    missing = [problem for problem in error.errors() if problem["type"] == "union_tag_not_found"]
+    for problem in missing:
+        if isinstance(problem["input"], dict):
+            problem["input"][problem["ctx"]["discriminator"].strip("'")] = None
+    try:
+        model.model_validate(values)
+    except ValidationError as again:
+        return again
+    return error
+
+
+def _refuse_duplicates(node: Any, name: str) -> None:
+    """YAML readers take the last of two equal keys, in silence."""
+    if isinstance(node, yaml.MappingNode):
+        known: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in known:
+                raise ConfigError(
+                    f"{name}:{line}: The key in this line stands in line {known[key.value]} too. "
+                    "Keep one of the two."
+                )
+            known[str(key.value)] = line
+            _refuse_duplicates(value, name)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_duplicates(value, name)
+
+
+def _place(node: Any, problem: Mapping[str, Any], known: set[str]) -> tuple[str, int]:
+    """The path of keys and the line; pydantic's names of alternatives, which are no keys, left out.
+
+    A key that is nobody's but the file's is a star, unless the file was found to be a configuration
+    and is refused for what it says. A missing key is where it should be.
+    """
+    context = problem.get("ctx", {})
+    location = [*problem["loc"], *context.get("at", context.get("key", "")).split(".")]
+    names: list[str] = []
+    line = 1 if node is None else node.start_mark.line + 1
+    for part in location:
+        below = _below(node, part)
+        if below is not None:
+            named = part in known or isinstance(part, int) or problem["type"] == "refused"
+            names.append(str(part) if named else "*")
+            line, node = below
+    if problem["type"] == "missing":
+        names.append(str(problem["loc"][-1]))
+    return ".".join(names) or "(the whole file)", line
+
+
+def _below(node: Any, part: str | int) -> tuple[int, Any] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == part:
+                return key.start_mark.line + 1, value
+    elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part].start_mark.line + 1, node.value[part]
+    return None
+
+
+_KINDS: Mapping[type, str] = {
+    type(None): "nothing",
+    bool: "a truth value",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "keys and values",
+}
+
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_too_long": "a text of at most {max_length} characters",
+    "path_type": "a path",
+    "tuple_type": "a list, [… , …]",
+    "list_type": "a list, [… , …]",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+}
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    special = _SPECIAL.get(kind)
+    if special is not None:
+        return special(problem)
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        message = str(problem["msg"])
+        return message if message.endswith(".") else f"{message}."
+    got = f", got {_kind(problem['input'])}" if kind.endswith("_type") else ""
+    return f"Expected {expected.format(**context)}{got}."
+
+
+def _tag_sentence(problem: Mapping[str, Any]) -> str:
+    context = problem["ctx"]
+    key = str(context["discriminator"]).strip("'")
+    if "tag" not in context:
+        return f"Expected keys and values, '{key}' among them, got {_kind(problem['input'])}."
+    found = ", it is missing" if context["tag"] == "None" else ""
+    return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
+
+
+_SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "missing": lambda problem: "This key is missing, and has no default.",
+    "union_tag_invalid": _tag_sentence,
+    "union_tag_not_found": _tag_sentence,
+}
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "something else")

@@ -1,0 +1,162 @@
+"""The demo from the first line to the report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dpspan.accounting.epsilon import Budget
+from dpspan.app.comparison import Comparison, Task, compare, verdicts
+from dpspan.app.demo import data
+from dpspan.app.demo.candidates import choose_once, rank_on_stand_in, save, table
+from dpspan.app.demo.settings import (
+    BATCH,
+    CHOICE_EPSILON,
+    DELTA,
+    EPOCHS,
+    EPSILON,
+    OPT_IN,
+    RENDERED,
+    TEST,
+    WARM,
+    contenders,
+    network,
+)
+from dpspan.app.demo.tuning import tune
+from dpspan.app.report import render
+from dpspan.public.data import PublicData
+from dpspan.support.randomness import seeded
+
+
+def run(
+    out: Path,
+    console: Console,
+    *,
+    epsilon: float = EPSILON,
+    epochs: int = EPOCHS,
+    seeds: int = 3,
+    jobs: int | None = None,
+) -> Comparison:
+    """Rank, choose, compare, report."""
+    began = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    digits = data.handwritten(opt_in=OPT_IN, test=TEST)
+    scans, printed = digits.opt_in.tensors[0], data.rendered(RENDERED, seed=0)
+    labelled = PublicData.of(printed, name="printed digits")
+    records = len(digits.private)
+    console.print(
+        f"[bold]dpspan demo[/]: {records:,} private handwritten digits, {TEST} others to measure "
+        f"on (declared public), ε = {epsilon:g}, δ = {DELTA:g}.\n"
+        f"Public: {OPT_IN} opt-in scans without labels, {RENDERED} printed digits with labels, "
+        "patches of photographs, noise."
+    )
+    model = _initial()
+    half, others = scans[: OPT_IN // 2], _others(printed[0], OPT_IN // 2)
+    near = rank_on_stand_in(model, half, {"opt-in scans": scans[OPT_IN // 2 :], **others})
+    save(out / "candidates.json", near, stand_in=f"{len(half)} of the opt-in scans")
+    console.print(table(near))
+    candidates = {"opt-in scans": scans, **_others(printed[0], OPT_IN)}
+    choice = choose_once(
+        out / "choice.json", model, digits.private, candidates,
+        epsilon=CHOICE_EPSILON, records=records,
+    )  # fmt: skip
+    console.print(
+        f"The private digits themselves chose, for ε = {choice.epsilon:g}: [bold]{choice.name}[/]. "
+        f"{choice.note}\n"
+    )
+    task = Task(
+        model=network,
+        private=digits.private,
+        test=digits.test,
+        batch_size=BATCH,
+        epochs=epochs,
+        budget=Budget(epsilon=epsilon, delta=DELTA),
+        public=labelled,
+        warm_start=dataclasses.replace(WARM, data=labelled),
+        test_is_public=True,
+    )
+    comparison = compare(
+        task,
+        contenders(
+            public=PublicData.of(candidates[choice.name], name=choice.name),
+            start=task.start,
+            paid=choice.paid,
+        ),
+        out=out,
+        seeds=range(seeds),
+        jobs=jobs or _cores(),
+        console=console,
+    )
+    console.print(comparison)
+    for sentence in verdicts(comparison):
+        console.print(f"• {sentence}")
+    console.print(f"• {_if_labelled(task, digits.opt_in, seeds, comparison)}")
+    page = render([out], out / "report.html")
+    console.print(f"{time.perf_counter() - began:.0f} s in all. To read on: {page}")
+    return comparison
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m dpspan.app.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to")
+    parser.add_argument("--epsilon", type=float, default=EPSILON, help="budget of each run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
+    parser.add_argument("--jobs", type=int, default=None, help="runs at a time")
+    parser.add_argument("--tune", action="store_true", help="only repeat the search for settings")
+    options = parser.parse_args(arguments)
+    if options.tune:
+        records = len(data.handwritten(opt_in=OPT_IN, test=TEST).private)
+        tune(Console(), records=records, jobs=options.jobs or _cores())
+        return
+    run(options.out, Console(), epsilon=options.epsilon, seeds=options.seeds, jobs=options.jobs)
+
+
+def _cores() -> int:
+    return min(2, os.cpu_count() or 1)
+
+
+def _initial() -> nn.Module:
+    """Weights to compare gradients at; they have seen no data."""
+    model = network()
+    with seeded(model, 0):
+        return network()
+
+
+def _others(printed: Tensor, count: int) -> dict[str, Tensor]:
+    return {
+        "printed digits": printed[:count],
+        "photographs": data.photographs(count, seed=0),
+        "noise": data.noise(count, seed=0),
+    }
+
+
+def _if_labelled(task: Task, opt_in: TensorDataset, seeds: int, comparison: Comparison) -> str:
+    """The lesson beside the table: labels for the scans would be worth so much."""
+    accuracies = []
+    x, y = task.test[:]
+    for seed in range(seeds):
+        model = network()
+        with seeded(model, seed):
+            model = network()
+        dataclasses.replace(WARM, data=opt_in, seed=seed).run(model, task.criterion)
+        with torch.no_grad():
+            accuracies.append(float((model(x).argmax(1) == y).float().mean()))
+    best = max((row for row in comparison.rows if row.private), key=lambda row: row.mean)
+    ahead = statistics.mean(accuracies) - best.mean
+    return (
+        f"Had somebody labelled the {len(opt_in)} opt-in scans, training on them alone would have "
+        f"reached {statistics.mean(accuracies):.1%} at ε = 0 ({min(accuracies):.1%} … "
+        f"{max(accuracies):.1%}): {100 * abs(ahead):.1f} points {'more' if ahead > 0 else 'less'} "
+        f"than the best private row, “{best.name}”."
+    )

@@ -1,0 +1,172 @@
+"""`render`: folders of runs in, one HTML file out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from dpspan.accounting.promises import weaknesses
+from dpspan.app.comparison.results import Comparison
+from dpspan.app.comparison.verdicts import verdicts
+from dpspan.app.report import figures, wording
+from dpspan.app.report.reading import UNPRIVATE, Found, Run, read
+from dpspan.support.files import replacing
+
+_METRICS = ("test_accuracy", "test_loss")
+
+
+def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bool = False) -> Path:
+    """Write the report about every run in the folders and below.
+
+    One file that loads nothing from anywhere. Numbers computed from private records without noise
+    (`unprivate_…`) are left out unless asked for; then the page says at its top that it must not be
+    published.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.accounting.certificate import certificate
+        >>> from dpspan.app.report import render
+        >>> document = certificate(dpspan.Ledger(), delta=1e-5, training={"method": "mine"})
+        >>> _ = dpspan.write_certificate("runs/first/certificate.json", document)
+        >>> render(["runs/first"], "report.html").name
+        'report.html'
+    """
+    found = read([Path(folder) for folder in folders], include_unprivate=include_unprivate)
+    environment = Environment(
+        loader=PackageLoader("dpspan.app.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(_content(found, include_unprivate))
+    path = Path(out)
+    with replacing(path, what="the report") as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return path
+
+
+def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
+    groups = found.groups
+    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
+    shown = accuracy or loss
+    dearest = max(found.runs, key=lambda run: run.epsilon)
+    comparison = _comparison(found)
+    rows = [_row(name, runs, shown) for name, runs in groups.items()]
+    pictures = [
+        figures.accuracy_by_epsilon(groups, shown) if shown else None,
+        figures.every_run([(r["name"], r["values"]) for r in rows if r["values"]], shown)
+        if shown and len(found.runs) > 1 and any(r["values"] for r in rows)
+        else None,
+        figures.training_curve(groups, loss) if loss else None,
+    ]
+    return {
+        "created": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
+        "include_unprivate": include_unprivate,
+        "not_private": sorted({r for run in found.runs for r in _reasons(run.certificate)}),
+        "certificate": dearest.certificate,
+        "epsilon": dearest.epsilon,
+        "delta": dearest.certificate["delta"],
+        "delta_in_words": wording.delta_in_words(dearest.certificate["delta"]),
+        "runs": len(found.runs),
+        "metric": None if shown is None else _heading(shown),
+        "sampling": wording.sampling(dearest.certificate),
+        "records_told": any(r.certificate.get("discloses_number_of_records") for r in found.runs),
+        "rows": rows,
+        "several": len(found.runs) > 1,
+        "verdicts": [] if comparison is None else verdicts(comparison),
+        "pictures": [picture for picture in pictures if picture is not None],
+        "candidates": found.candidates,
+        "nearness": None if not found.candidates else figures.nearness(found.candidates),
+        "choice": found.choice,
+        "inner": [p for p in (figures.spectrum(groups), figures.noise_parts(groups)) if p],
+        "spent": wording.spent_on(dearest.certificate),
+        "together": found.together,
+        "guess": wording.best_guess(dearest.epsilon, dearest.certificate["delta"]),
+        "detection": wording.detection(dearest.epsilon, dearest.certificate["delta"], 0.01),
+        "public": _public(found.runs),
+        "warnings": sorted(
+            {w for run in found.runs for w in run.certificate["warnings"]}.union(
+                weaknesses(dearest.epsilon, dearest.certificate["delta"])
+            )
+        ),
+        "settings": [
+            (name, runs[0].settings or _training(runs[0])) for name, runs in groups.items()
+        ],
+        "versions": dearest.certificate["versions"],
+        "unprivate": _unprivate(found.runs) if include_unprivate else [],
+    }
+
+
+def _with(name: str, include_unprivate: bool, runs: Sequence[Run]) -> str | None:
+    """The name under which the runs hold this metric, if they do and it may be shown."""
+    names = (name, UNPRIVATE + name) if include_unprivate else (name,)
+    return next((n for n in names if any(run.curve(n) for run in runs)), None)
+
+
+def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
+    values = [run.curve(metric)[-1][1] for run in runs if metric and run.curve(metric)]
+    percent = metric is not None and metric.endswith("accuracy")
+    scale, digits = (100, 1) if percent else (1, 3)
+    mean = f"{scale * statistics.mean(values):.{digits}f}" if values else ""
+    deviation = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return {
+        "name": name,
+        "runs": len(runs),
+        "values": values,
+        "value": f"{mean}{deviation}" if values else "not shown",
+        "epsilon": max(run.epsilon for run in runs),
+        "delta": runs[0].certificate["delta"],
+        "method": runs[0].certificate["training"].get("method"),
+    }
+
+
+def _heading(metric: str) -> str:
+    return figures.label(metric) + (", %" if metric.endswith("accuracy") else "")
+
+
+def _comparison(found: Found) -> Comparison | None:
+    """The comparison, unless its values were left out."""
+    if found.comparison is None or not found.comparison["rows"]:
+        return None
+    metric = found.comparison["metric"]
+    if any(metric not in result for row in found.comparison["rows"] for result in row["results"]):
+        return None
+    return Comparison.from_dict(found.comparison)
+
+
+def _reasons(certificate: dict[str, Any]) -> list[str]:
+    return [] if certificate["private"] else list(certificate["not_private_because"])
+
+
+def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """What was declared public, each dataset once, with all that it was used for."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in runs:
+        for record in run.certificate["public"]:
+            entry = merged.setdefault((record["name"], record["sha256"]), {**record, "uses": []})
+            use = re.sub(r", seed \d+$", "", record["detail"])
+            if use and use not in entry["uses"]:
+                entry["uses"].append(use)
+    return list(merged.values())
+
+
+def _training(run: Run) -> str:
+    return json.dumps(run.certificate["training"], indent=2, ensure_ascii=False)
+
+
+def _unprivate(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The last value of everything that is not private, and what an audit found."""
+    return [
+        {"run": run.name, "seed": run.seed, "what": key, "value": value}
+        for run in runs
+        for key, value in {**(run.metrics[-1] if run.metrics else {}), **run.audit}.items()
+        if key.startswith(UNPRIVATE)
+    ]

@@ -1,5 +1,0 @@
-"""`python -m dpspan.cli`."""
-
-from dpspan.cli import main
-
-main()

@@ -1,0 +1,129 @@
+"""Checkpoint files: safetensors with the rest as JSON in the header, written whole or not at all.
+
+Loading one executes nothing. One file, not two, so that tensors and books never differ in age.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dpspan.support.files import replacing
+
+_STATE = "dpspan.checkpoint.2"  # the key of the JSON state in the header, and its format
+_NOT_JSON = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def save_file(path: str | Path | BinaryIO, content: dict[str, Any]) -> Path | None:
+    """Write numbers, text, tensors, lists, tuples and dicts; an old checkpoint is never lost.
+
+    Into a file that is open for bytes it goes as it is, where the file stands.
+    """
+    tensors = _Tensors()
+    state = {name: tensors.encode(name, value) for name, value in content.items()}
+    header = {_STATE: json.dumps(state, allow_nan=False)}
+    if not isinstance(path, str | Path):
+        path.write(safetensors.torch.save(tensors.stored, metadata=header))
+        return None
+    path = Path(path)
+    with replacing(path, what="a checkpoint") as temporary:
+        safetensors.torch.save_file(tensors.stored, temporary, metadata=header)
+    return path
+
+
+def load_file(path: str | Path | BinaryIO, keys: set[str]) -> dict[str, Any]:
+    """What `save_file` wrote, on the CPU; ValueError if the file is damaged or another."""
+    if not isinstance(path, str | Path):
+        with TemporaryDirectory() as folder:  # safetensors reads headers from files only
+            copy = Path(folder, "checkpoint")
+            copy.write_bytes(path.read())
+            return load_file(copy, keys)
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            state = json.loads((file.metadata() or {})[_STATE])
+            content = {name: _decode(value, file) for name, value in state.items()}
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} is not a complete dpspan checkpoint (truncated, or another file). Restore it "
+            "from a copy, or remove it and train anew (`dpspan train CONFIG --resume`): what was "
+            "spent stays spent."
+        ) from None
+    if set(content) != keys:
+        raise ValueError(f"{path} is not a dpspan checkpoint: expected the entries {sorted(keys)}.")
+    return content
+
+
+class _Tensors:
+    """Turns values into JSON, and takes the tensors among them out.
+
+    JSON has neither tuples nor keys that are numbers, and optimizers have both: so every container
+    is written with its kind.
+    """
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
+
+    def encode(self, path: str, value: Any) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, Tensor):
+            return {"tensor": self._store(path, value)}
+        if isinstance(value, Mapping):
+            items = [[self._key(path, k), self.encode(f"{path}.{k}", v)] for k, v in value.items()]
+            return {"dict": items}
+        if isinstance(value, list | tuple):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [self.encode(f"{path}.{i}", item) for i, item in enumerate(value)]}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"number": str(float(value))}
+        if isinstance(value, int | float):
+            return value
+        raise ValueError(
+            f"Cannot save {path}: expected numbers, text, tensors, lists and dicts only, got a "
+            f"{type(value).__name__}."
+        )
+
+    def _key(self, path: str, key: Any) -> str | int:
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise ValueError(f"Cannot save {path}: expected text or numbers as keys, got {key!r}.")
+        return key
+
+    def _store(self, path: str, value: Tensor) -> str:
+        if value.layout is not torch.strided:
+            raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
+        tensor = value.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in self._storages:  # tied weights, or views of one tensor
+            tensor = tensor.clone()
+        self._storages.add(storage)
+        name = f"{len(self.stored)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
+        self.stored[name] = tensor
+        return name
+
+
+def _decode(value: Any, file: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    return _DECODERS[kind](inner, file)
+
+
+_DECODERS: Mapping[str, Any] = {
+    "tensor": lambda name, file: file.get_tensor(name),
+    "dict": lambda items, file: {key: _decode(value, file) for key, value in items},
+    "list": lambda items, file: [_decode(item, file) for item in items],
+    "tuple": lambda items, file: tuple(_decode(item, file) for item in items),
+    "number": lambda text, _: _NOT_JSON[text],
+}

@@ -1,0 +1,117 @@
+"""Does a collate_fn keep records apart? A few are collated in one company and in another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from dpspan.support.untouched import RandomNumbers, fresh_seed, shuffled, untouched
+
+_ROUNDS = 2  # the record first, and last
+_ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
+_OTHERS = 3  # records in company
+_NOTHING = nn.Module()
+
+
+def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
+    """Raise ValueError if what a record becomes depends on the records that it is collated with.
+
+    Padding to the longest record is no mixing, nor is another order.
+    """
+    dataset: Any = loader.dataset
+    if loader.collate_fn is default_collate or len(dataset) < 3:
+        return
+    try:
+        mixed = _mixes(loader.collate_fn, dataset)
+    except Exception:  # whatever it says may show private data
+        mixed = None
+    if mixed is None:
+        warn("the collate_fn of the data loader could not be checked to keep records apart")
+    if mixed:
+        raise ValueError(
+            "The collate_fn of the data loader mixes records: what becomes of a record depends on "
+            "the others in its batch (MixUp and CutMix do this), so its influence cannot be "
+            "bounded. Give a collate_fn that treats records one by one."
+        )
+
+
+def _mixes(collate: Callable[[list[Any]], Any], dataset: Any) -> bool | None:
+    """None if nothing could be compared."""
+    others = min(_OTHERS, (len(dataset) - 1) // 2)
+    with untouched(_NOTHING, fresh_seed()):
+        record, *rest = (dataset[int(i)] for i in shuffled(len(dataset))[: 1 + 2 * others])
+    company, another = rest[:others], rest[others:]
+    # Records that are alike would hide what is made of them: numbers are changed besides.
+    companies = [another, tree_map(_altered, another)]
+    random, number, known = True, 0, False
+    while number < (_ROUNDS_IF_RANDOM if random else _ROUNDS):
+        # What is drawn for the first record does not depend on those that follow.
+        place = 0 if random or number == 0 else others
+        seed = fresh_seed()
+        batch, random = _collated(collate, record, company, place, seed)
+        again, _ = _collated(collate, record, company, place, seed)
+        if any(not _equal(batch[path], again.get(path)) for path in batch):
+            return None  # it draws random numbers that a seed does not control
+        for other in companies:
+            try:
+                elsewhere, _ = _collated(collate, record, other, place, seed)
+            except Exception:  # changed numbers may be none that it takes
+                continue
+            found = [_in_both(x, elsewhere[path]) for path, x in batch.items() if path in elsewhere]
+            if False in found:
+                return True
+            known |= True in found
+        number += 1
+    return False if known else None
+
+
+def _collated(
+    collate: Callable[[list[Any]], Any], record: Any, company: Sequence[Any], place: int, seed: int
+) -> tuple[dict[str, Tensor], bool]:
+    """The tensors with records in front, and whether random numbers were drawn."""
+    records = copy.deepcopy([*company[:place], record, *company[place:]])
+    with untouched(_NOTHING, seed):
+        before = RandomNumbers.of(_NOTHING)
+        batch = collate(records)
+        drew = before != RandomNumbers.of(_NOTHING)
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+    elif not isinstance(batch, Tensor | tuple | list) and hasattr(batch, "__dict__"):
+        batch = vars(batch)
+    leaves, _ = tree_flatten_with_path(batch)
+    arrays = {keystr(path): x for path, x in leaves if isinstance(x, Tensor | np.ndarray)}
+    tensors = {path: torch.as_tensor(x) for path, x in arrays.items()}
+    return {path: x for path, x in tensors.items() if x.shape[:1] == (len(records),)}, drew
+
+
+def _in_both(batch: Tensor, other: Tensor) -> bool | None:
+    """Whether some row of one is a row of the other, as the record must be.
+
+    None where rows have other shapes and no common beginning or end: nothing can be said.
+    """
+    if batch.dim() != other.dim():
+        return None
+    sizes = [min(pair) for pair in zip(batch.shape[1:], other.shape[1:], strict=True)]
+    crops = [tuple(slice(0, size) for size in sizes), tuple(slice(-size, None) for size in sizes)]
+    found = any(_equal(x[crop], y[crop]) for x in batch for y in other for crop in crops)
+    return found or (False if batch.shape == other.shape else None)
+
+
+def _equal(x: Tensor, y: Tensor | None) -> bool:
+    if y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.allclose(x.double(), y.double(), equal_nan=True)
+
+
+def _altered(leaf: Any) -> Any:
+    is_array = isinstance(leaf, Tensor | np.ndarray)
+    if isinstance(leaf, float) or (is_array and torch.as_tensor(leaf).is_floating_point()):
+        return 0.3 - 1.7 * leaf
+    return leaf

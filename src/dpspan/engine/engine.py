@@ -1,0 +1,614 @@
+"""PrivacyEngine: the front door. Takes a model, an optimizer and a data loader, gives them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
+from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.events import step_event
+from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
+from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
+from dpspan.engine.checkpoint import load_file, save_file
+from dpspan.engine.collation import check_collation
+from dpspan.engine.private_step import PrivateStep, check_device, check_optimizer
+from dpspan.engine.sampling import (
+    Draw,
+    PartitionDraw,
+    Piece,
+    PoissonDraw,
+    PrivateLoader,
+    records_of,
+    sample_rate_of,
+)
+from dpspan.gradients.capture import captures_on
+from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
+from dpspan.mechanisms.noise import Noise
+from dpspan.model.criterion import check_criterion
+from dpspan.model.validation import validate
+from dpspan.model.wrappers import refuse_wrappers, watch_for_wrappers
+from dpspan.public.data import PublicData
+from dpspan.public.encoded import encodings
+from dpspan.public.overlap import refuse_overlap
+from dpspan.public.patches import PublicLayer
+from dpspan.public.warm_start import WarmStart
+from dpspan.support.checks import check_count
+from dpspan.support.errors import CaptureError
+from dpspan.support.processes import refuse_several_processes
+
+_logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_RECORDS_TOLD = (
+    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
+    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
+    "configuration)"
+)
+
+
+class PrivacyEngine:
+    """Makes one training run differentially private and keeps its books.
+
+    `ledger` shares a budget with other releases from the same data. `debug_seed` fixes noise and
+    sampling; the certificate then says that the run is not private. `secure_mode` is Opacus'
+    and refused when set.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> import dpspan
+        >>> records = TensorDataset(torch.randn(200, 4), torch.randint(2, (200,)))
+        >>> model, criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
+        >>> engine = dpspan.PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private_with_epsilon(
+        ...     module=model,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        ...     data_loader=DataLoader(records, batch_size=20),
+        ...     criterion=criterion,
+        ...     target_epsilon=3.0,
+        ...     target_delta=1e-4,
+        ...     epochs=2,
+        ... )
+        >>> for _ in range(2):
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         criterion(model(x), y).backward()
+        ...         optimizer.step()
+        >>> engine.ledger.steps
+        20
+        >>> 2.999 < engine.get_epsilon() <= 3.0
+        True
+        >>> engine.certificate()["private"]
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        accountant: str = "pld",
+        ledger: Ledger | None = None,
+        debug_seed: int | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        if secure_mode:
+            raise ValueError(
+                "secure_mode=True (noise from a cryptographic generator) is not available. Noise "
+                "comes from an ordinary generator, seeded from OS entropy; see docs/privacy.md for "
+                "what that does and does not cover."
+            )
+        self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
+        self._debug_seed = debug_seed
+        if debug_seed is not None:
+            self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
+        self._run: _Run | None = None
+
+    def make_private(
+        self,
+        *,
+        module: Model,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        method: Method | None = None,
+        max_grad_norm: float | None = None,
+        criterion: nn.Module | None = None,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        max_physical_batch_size: int | None = None,
+        views: int = 1,
+        warm_start: WarmStart | None = None,
+        non_private: bool = False,
+    ) -> tuple[Model, Optimizer, PrivateLoader]:
+        """Train with this noise multiplier z.
+
+        z means the same for every method: one step is one Gaussian mechanism of that noise
+        multiplier on a Poisson sample. The model and the optimizer come back as they are, with
+        hooks; the loader is a new one.
+
+        Args:
+            module: the model; its trainable parameters are all released together.
+            optimizer: any torch optimizer over parameters of the model.
+            data_loader: a map-style DataLoader; its batch size is the expected batch size L.
+            noise_multiplier: z; 0 only with `non_private=True`.
+            method: how a step uses the gradients; `DPSGD()` by default.
+            max_grad_norm: the clip, where the method does not state it.
+            criterion: the loss module, if there is one, to check that it keeps samples apart.
+            loss_reduction: 'mean' or 'sum', how the loss you call backward() on treats the batch.
+            poisson_sampling: False assigns each record to one batch per epoch instead; an epoch
+                then costs one Gaussian without amplification by sampling.
+            sample_rate: q, a public constant. Without it q is batch size / dataset size, which
+                tells the number of records, and the certificate says so.
+            expected_batch_size: L, if not the loader's batch size; a public constant.
+            max_physical_batch_size: most samples to process at once.
+            views: the model sees this many rows for each record, one after the other (augmented
+                copies: `x.flatten(0, 1)` of x with shape (n, views, …), labels repeated to match).
+                Their mean gradient is clipped, so a record still counts once.
+            warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
+            non_private: allow noise_multiplier = 0.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> import dpspan
+            >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
+            >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine(accountant="rdp")
+            >>> model, optimizer, loader = engine.make_private(
+            ...     module=model,
+            ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            ...     data_loader=DataLoader(records, batch_size=50),
+            ...     noise_multiplier=2.0,
+            ...     method=dpspan.DPSGD(clip=1.0),
+            ... )
+            >>> type(model).__name__, len(loader)
+            ('Linear', 20)
+        """
+        if self._run is not None:
+            raise RuntimeError(
+                "This engine already trains a model. Make another one with ledger=engine.ledger, "
+                "so that both spend from the same budget."
+            )
+        refuse_several_processes()
+        refuse_wrappers(module)
+        _check_noise(noise_multiplier, non_private)
+        check_count("views", views)
+        draw = _draw(data_loader, poisson_sampling, sample_rate)
+        method = _with_clip(method, max_grad_norm)
+        check_criterion(criterion, loss_reduction, module)
+        validate(module)
+        check_device(module)
+        check_optimizer(optimizer, module)
+        lot_size = float(data_loader.batch_size or 0)
+        if expected_batch_size is not None:
+            lot_size = float(expected_batch_size)
+        elif sample_rate is None:  # both from the data, and the certificate says so
+            lot_size = min(lot_size, float(draw.records))
+        if not 0 < lot_size < math.inf:
+            raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
+        if captures_on(module) or _is_private(optimizer):
+            raise ValueError(
+                "The model or the optimizer belongs to another private run: call detach() on its "
+                "engine first, or build new ones."
+            )
+
+        mechanism = method.bind(
+            Setting(
+                model=module,
+                criterion=criterion,
+                steps_per_epoch=draw.steps_per_epoch,
+                expected_batch_size=lot_size,
+                max_physical_batch_size=max_physical_batch_size,
+                warn=self._warn,
+            )
+        )
+        layers = [part for part in module.modules() if isinstance(part, PublicLayer)]
+        for data in (*mechanism.public, *(layer.public for layer in layers)):
+            refuse_overlap(data, data_loader.dataset, data_loader.collate_fn)
+        seed = self._debug_seed
+        loader = PrivateLoader.from_data_loader(
+            data_loader,
+            draw,
+            max_physical_batch_size=max_physical_batch_size,
+            generator=None if seed is None else np.random.default_rng(seed),
+        )
+        check_collation(data_loader, self._warn)
+        if warm_start is not None:  # last: whatever can be refused has been
+            self._warm_start(warm_start, module, criterion, data_loader)
+        for data in mechanism.public:
+            detail = f"{type(method).__name__}: public gradients"
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        made_by = [(layer.public, type(layer).__name__) for layer in layers]
+        made_by += [(each.public, each.layer) for each in encodings(data_loader.dataset)]
+        for data, detail in made_by:
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        charged_passes: set[int] = set()
+
+        def charge() -> None:
+            if isinstance(draw, PoissonDraw):
+                self.ledger.charge(_event(draw, noise_multiplier))
+            elif loader.passes not in charged_passes:  # once per epoch, before its first release
+                self.ledger.charge(_event(draw, noise_multiplier))
+                charged_passes.add(loader.passes)
+
+        step = PrivateStep(
+            module=module,
+            optimizer=optimizer,
+            mechanism=mechanism,
+            noise=Noise(None if seed is None else seed + 1),
+            noise_multiplier=noise_multiplier,
+            lot_size=lot_size,
+            views=views,
+            mean_loss=loss_reduction == "mean",
+            criterion=criterion,
+            refuse_seeds=loader.refuse_seeds,
+            charge=charge,
+            warn=self._warn,
+        )
+
+        def on_piece(piece: Piece) -> None:
+            refuse_several_processes()  # torch.distributed may have been initialised since
+            step.on_piece(piece, new_epoch=piece.first and loader.position == 0)
+
+        loader.on_piece = on_piece
+        loader.on_batch = step.guard.hand_over
+        if sample_rate is None:
+            self.ledger.warn(_RECORDS_TOLD)
+        if isinstance(draw, PartitionDraw):
+            self.ledger.warn(
+                "batches were a partition of the data, not Poisson samples: each epoch is "
+                "accounted as one Gaussian mechanism without amplification"
+            )
+        if noise_multiplier == 0:
+            self.ledger.invalidate("noise_multiplier is 0")
+        description = {
+            **method.describe(),
+            "noise_multiplier": noise_multiplier,
+            "sampling": repr(draw),
+            "expected_batch_size": lot_size,
+            "loss_reduction": loss_reduction,
+            "views": views,
+            "model": type(module).__name__,
+            "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        }
+        watcher = watch_for_wrappers(module)
+        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step, watcher)
+        _logger.info("dpspan: %s", description)
+        return module, optimizer, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: Model,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        method: Method | None = None,
+        max_grad_norm: float | None = None,
+        criterion: nn.Module | None = None,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        max_physical_batch_size: int | None = None,
+        views: int = 1,
+        warm_start: WarmStart | None = None,
+    ) -> tuple[Model, Optimizer, PrivateLoader]:
+        """Train for `epochs` epochs within (target_epsilon, target_delta), and stop there.
+
+        The noise multiplier is the smallest that keeps the whole run, together with what the
+        ledger already holds, within the target. A step beyond it raises `BudgetExceeded` before
+        anything is released. The other arguments are those of `make_private`.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> import dpspan
+            >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
+            >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine(accountant="rdp")
+            >>> model, optimizer, loader = engine.make_private_with_epsilon(
+            ...     module=model,
+            ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            ...     data_loader=DataLoader(records, batch_size=50),
+            ...     target_epsilon=1.0,
+            ...     target_delta=1e-5,
+            ...     epochs=10,
+            ... )
+            >>> engine.get_epsilon()  # nothing is spent before the first step
+            0.0
+            >>> engine.ledger.budget
+            Budget(epsilon=1.0, delta=1e-05)
+        """
+        budget = Budget(epsilon=target_epsilon, delta=target_delta)
+        if not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
+        draw = _draw(data_loader, poisson_sampling, sample_rate)
+        told = draw.records if sample_rate is None else None  # else their number is no one's
+        warn_of_weaknesses(target_epsilon, target_delta, told)
+        events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
+        noise_multiplier = calibrate_event(
+            lambda z: _event(draw, z), events, budget, spent=self.ledger
+        )
+        if self.ledger.budget not in (None, budget):
+            raise ValueError(
+                f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "
+                "set engine.ledger.budget first."
+            )
+        result = self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            method=method,
+            max_grad_norm=max_grad_norm,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            sample_rate=sample_rate,
+            expected_batch_size=expected_batch_size,
+            max_physical_batch_size=max_physical_batch_size,
+            views=views,
+            warm_start=warm_start,
+        )
+        self.ledger.budget = budget
+        for sentence in weaknesses(None, target_delta, told):
+            self.ledger.warn(sentence)
+        self.ledger.reserve(_event(draw, noise_multiplier), events)
+        return result
+
+    @property
+    def accountant(self) -> Ledger:
+        """The ledger, under the name it has in Opacus; `accountant.get_epsilon(delta)` works."""
+        return self.ledger
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """ε spent so far at δ (by default the budget's δ)."""
+        return self.ledger.epsilon(delta)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z of the run."""
+        return self._running().noise_multiplier
+
+    def certificate(self, delta: float | None = None) -> dict[str, Any]:
+        """What was spent and how, as a JSON document.
+
+        `training.weights_sha256` tells which weights it is about: see
+        `dpspan.accounting.certificate.weights_sha256`.
+        """
+        run = self._running()
+        run.guard.warn_of_unknowns()
+        try:
+            run.guard.review()
+        except CaptureError as error:
+            self.ledger.invalidate(str(error))
+        training = {**run.description, "weights_sha256": run.weights_digest()}
+        return certificate(self.ledger, delta=delta, training=training)
+
+    def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
+        """Write `certificate()` to a file."""
+        return write_certificate(path, self.certificate(delta))
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """What the method noted while training, from public data and released results only.
+
+        Ask for notes with `diagnose=` on the method.
+        """
+        return self._running().mechanism.diagnostics()
+
+    def note_unprivate(self, what: str) -> None:
+        """Put on record that something computed from private data without noise was looked at."""
+        self.ledger.warn(f"unprivate: {what}")
+
+    def _warn(self, message: str) -> None:
+        """To the operator, once, and to the certificate."""
+        if message not in self.ledger.warnings:
+            warnings.warn(f"dpspan: {message}.", stacklevel=2)
+        self.ledger.warn(message)
+
+    # -- saving and resuming --------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger, where the sampler stands and the method's state; never a noise generator."""
+        run = self._running()
+        run.guard.review()
+        return {
+            "format": "dpspan.engine.1",
+            "run": run.description,
+            "ledger": self.ledger.state_dict(),
+            "loader": run.loader.state_dict(),
+            "mechanism": run.mechanism.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; the engine must have been set up in the same way."""
+        run = self._running()
+        expected = {"format", "run", "ledger", "loader", "mechanism"}
+        if not isinstance(state, dict) or set(state) != expected:
+            raise ValueError(f"Expected an engine state with the keys {sorted(expected)}.")
+        if state["format"] != "dpspan.engine.1":
+            raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
+        mine, theirs = run.description, state["run"]
+        different = [key for key in mine if theirs.get(key) != mine[key]]
+        if different:
+            raise ValueError(
+                "The state does not fit this run: "
+                + "; ".join(
+                    f"{key} is {theirs.get(key)!r} there, {mine[key]!r} here" for key in different
+                )
+                + ". Set the engine up as it was when the state was saved."
+            )
+        loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
+        try:  # all or nothing
+            run.mechanism.load_state_dict(state["mechanism"])
+            run.loader.load_state_dict(state["loader"])
+            self.ledger.load_state_dict(state["ledger"])
+            run.guard.forget_weights()
+        except Exception:
+            run.mechanism.load_state_dict(mechanism)
+            run.loader.load_state_dict(loader)
+            raise
+
+    def save_checkpoint(
+        self,
+        path: str | Path | BinaryIO,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+    ) -> Path | None:
+        """Write engine, model, optimizer and `checkpoint_dict` to one file, all or nothing.
+
+        Or into a file that is open for bytes, such as `io.BytesIO()`.
+        """
+        return save_file(
+            path,
+            {
+                "engine": self.state_dict(),
+                "module": module.state_dict(),
+                "optimizer": None if optimizer is None else optimizer.state_dict(),
+                "checkpoint_dict": checkpoint_dict or {},
+            },
+        )
+
+    def load_checkpoint(
+        self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Restore `save_checkpoint` into a run that was set up in the same way."""
+        content = load_file(path, {"engine", "module", "optimizer", "checkpoint_dict"})
+        if optimizer is not None and content["optimizer"] is None:
+            raise ValueError(f"{path} holds no optimizer state: load it without optimizer=.")
+        # The books first: weights must never be restored without what they cost.
+        self.load_state_dict(content["engine"])
+        module.load_state_dict(content["module"])
+        if optimizer is not None:
+            optimizer.load_state_dict(content["optimizer"])
+        extra: dict[str, Any] = content["checkpoint_dict"]
+        return extra
+
+    def detach(self) -> None:
+        """Take every hook off the model, the optimizer and the criterion; training is over."""
+        if self._run is not None:
+            self._run.remove()
+
+    # -- setting up -----------------------------------------------------------------------------
+
+    def _warm_start(
+        self,
+        warm_start: WarmStart,
+        module: nn.Module,
+        criterion: nn.Module | None,
+        private: DataLoader[Any],
+    ) -> None:
+        """Train on public data, and put it on record."""
+        data = PublicData.of(warm_start.data)
+        refuse_overlap(data, private.dataset, private.collate_fn)
+        result = dataclasses.replace(warm_start, data=data).run(module, criterion)
+        detail = warm_start.summary(result)
+        self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        _logger.info("dpspan: %s of public training", detail)
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("No training run yet: call make_private first.")
+        return self._run
+
+
+class _Run:
+    """What belongs to one training run."""
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        description: dict[str, Any],
+        module: nn.Module,
+        loader: PrivateLoader,
+        mechanism: Mechanism,
+        step: PrivateStep,
+        watcher: RemovableHandle,
+    ) -> None:
+        self.noise_multiplier = noise_multiplier
+        self.description = description
+        self.loader = loader
+        self.mechanism = mechanism
+        self.guard = step.guard
+        self._module = module
+        self._step = step
+        self._watcher = watcher
+        self._digest: str | None = None
+
+    def weights_digest(self) -> str:
+        """Of the weights now, or as the run left them."""
+        return self._digest or weights_sha256(self._module.state_dict())
+
+    def remove(self) -> None:
+        if self._digest is None:
+            self._digest = self.weights_digest()
+            with suppress(CaptureError):  # told again whenever something is saved or certified
+                self.guard.review()
+        self._step.remove()
+        self.loader.on_piece = _refuse
+        self._watcher.remove()
+
+
+def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:
+    records = records_of(loader)
+    q = sample_rate_of(loader) if sample_rate is None else sample_rate
+    poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
+    if poisson_sampling:
+        return poisson
+    return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
+
+
+def _event(draw: Draw, noise_multiplier: float) -> DpEvent:
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    if isinstance(draw, PoissonDraw):
+        return step_event(noise_multiplier, draw.sample_rate)
+    return GaussianDpEvent(noise_multiplier)
+
+
+def _refuse(_: Piece) -> None:
+    raise RuntimeError(
+        "engine.detach() ended the private run, so this loader hands out no more batches: training "
+        "on them would not be private."
+    )
+
+
+def _is_private(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), PrivateStep) for hook in hooks)
+
+
+def _with_clip(method: Method | None, max_grad_norm: float | None) -> Method:
+    method = DPSGD() if method is None else method
+    return method if max_grad_norm is None else method.with_clip(max_grad_norm)
+
+
+def _check_noise(noise_multiplier: float, non_private: bool) -> None:
+    if not 0 <= noise_multiplier < math.inf:
+        raise ValueError(f"Expected noise_multiplier >= 0, got {noise_multiplier}.")
+    if noise_multiplier == 0 and not non_private:
+        raise ValueError(
+            "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
+            "non_private=True; the certificate will say so."
+        )

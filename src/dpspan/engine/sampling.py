@@ -1,0 +1,439 @@
+"""Private batches: a loader that draws them as the accounting assumes, in physical pieces.
+
+The amplification by sampling that the ledger counts holds for Poisson sampling only. A shuffled
+loader of fixed-size batches is a different mechanism, so the loader made here replaces the
+sampling of the user's `DataLoader` and keeps everything else of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from dpspan.public.data import batches_of
+from dpspan.support.errors import CaptureError
+from dpspan.support.randomness import FreshWorker, fresh_randomness, renew, torch_seed
+
+
+class Draw(Protocol):
+    """How the logical batches of one epoch are drawn; its `repr` identifies it in checkpoints."""
+
+    independent_steps: ClassVar[bool]  # may an interrupted epoch go on with freshly drawn steps?
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+        """Yield the record indices of each logical batch; a batch may be empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonDraw:
+    """Each record enters each step independently with probability `sample_rate`."""
+
+    independent_steps: ClassVar[bool] = True
+
+    records: int = field(repr=False)  # under add/remove adjacency the size is private: not shown
+    sample_rate: float
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        _check_count("records", self.records)
+        _check_rate(self.sample_rate)
+        _check_count("steps_per_epoch", self.steps_per_epoch)
+
+    @classmethod
+    def one_pass(cls, *, records: int, sample_rate: float) -> PoissonDraw:
+        """An epoch of 1/q steps, in which a record takes part once on average."""
+        _check_rate(sample_rate)
+        steps = max(1, round(1 / sample_rate))
+        return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)
+
+    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+        """Yield `steps_per_epoch` independent Poisson samples."""
+        for _ in range(self.steps_per_epoch):
+            # float64: the 24 bits of a float32 uniform would round a small sample_rate visibly.
+            drawn = generator.random(self.records) < self.sample_rate
+            yield torch.from_numpy(np.flatnonzero(drawn))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionDraw:
+    """Each record picks one of the epoch's `batches`, independently and uniformly.
+
+    This is the honest form of a shuffled loader. A record takes part exactly once per epoch, and
+    adding or removing it leaves every other record in its batch (in a shuffled loader of
+    fixed-size batches it would move others, so several batches would change). So one epoch costs
+    one Gaussian mechanism, without amplification by sampling.
+    """
+
+    independent_steps: ClassVar[bool] = False
+
+    records: int = field(repr=False)  # as above
+    batches: int
+
+    def __post_init__(self) -> None:
+        _check_count("records", self.records)
+        _check_count("batches", self.batches)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """One step for each of the `batches`."""
+        return self.batches
+
+    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+        """Yield the parts of one random partition of all records."""
+        choice = generator.integers(self.batches, size=self.records)
+        for batch in range(self.batches):
+            yield torch.from_numpy(np.flatnonzero(choice == batch))
+
+
+class Piece(NamedTuple):
+    """One physical piece of one logical batch.
+
+    `samples == 0` (an empty logical batch): the batch handed over is a stand-in whose
+    contribution the engine drops.
+    """
+
+    samples: int  # records drawn into this piece
+    first: bool  # first piece of its logical batch
+    last: bool  # last piece of its logical batch
+
+
+def _cut(
+    batches: Iterable[Tensor], limit: int | None, pieces: deque[Piece]
+) -> Generator[list[int], None, None]:
+    """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
+
+    An empty logical batch is queued only: a stand-in is made when its turn comes.
+    """
+    for batch in batches:
+        indices = batch.tolist()
+        size = limit or max(1, len(indices))
+        for start in range(0, max(1, len(indices)), size):
+            part = indices[start : start + size]
+            pieces.append(Piece(len(part), start == 0, start + size >= len(indices)))
+            if part:
+                yield part
+
+
+class _Feed:
+    """Batch sampler of a DataLoader that outlives one epoch (for its persistent workers)."""
+
+    source: Iterator[list[int]] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.source
+
+
+def _ignore(_: Any) -> None:
+    """Take no notice of a piece or a batch."""
+
+
+class PrivateLoader:
+    """Iterates over privately drawn batches of a DataLoader's dataset; `len` counts steps.
+
+    `on_piece` is called with the `Piece` and `on_batch` with the batch, right before the batch is
+    handed over. `epoch` counts the epochs that are over and `position` the steps of the running
+    one whose last piece was handed over; at `on_piece` the coming step is not counted yet, so an
+    epoch starts where `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes`
+    counts the iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
+
+    While it is iterated, Python, numpy and torch draw from OS entropy, in workers too: dropout and
+    augmentation by a known seed would void the guarantee (see `randomness`).
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> import dpspan
+        >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
+        >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
+        >>> *_, loader = engine.make_private(
+        ...     module=model,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        ...     data_loader=DataLoader(records, batch_size=50),
+        ...     noise_multiplier=2.0,
+        ... )
+        >>> loader.draw  # sizes of batches are random, 50 on average
+        PoissonDraw(sample_rate=0.05, steps_per_epoch=20)
+    """
+
+    batch_size: None = None  # the size of a private batch is random
+
+    def __init__(
+        self,
+        inner: DataLoader[Any],
+        feed: _Feed,
+        draw: Draw,
+        generator: np.random.Generator,
+        *,
+        fresh: bool,
+    ) -> None:  # users call from_data_loader
+        self._inner = inner
+        self._feed = feed
+        self._generator = generator
+        self._fresh = fresh
+        self._seed: int | None = None  # of torch, for the piece at hand
+        self._max_physical_batch_size: int | None = None
+        self._resuming = False
+        self.dataset: Any = inner.dataset
+        self.collate_fn: Callable[[list[Any]], Any] = inner.collate_fn
+        self.draw = draw
+        self.on_piece: Callable[[Piece], None] = _ignore
+        self.on_batch: Callable[[Any], None] = _ignore
+        self.epoch = 0
+        self.position = 0
+        self.passes = 0
+
+    @classmethod
+    def from_data_loader(
+        cls,
+        loader: DataLoader[Any],
+        draw: Draw,
+        *,
+        max_physical_batch_size: int | None = None,
+        generator: np.random.Generator | None = None,
+        on_piece: Callable[[Piece], None] = _ignore,
+    ) -> PrivateLoader:
+        """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
+
+        `generator` is for debugging: whoever knows its seed knows who took part in which step.
+        By default the seed comes from OS entropy, and so does whatever else is drawn meanwhile.
+        """
+        records = records_of(loader)
+        fresh = generator is None
+        if draw.records != records:
+            raise ValueError(f"Expected draw.records {records}, the dataset's, got {draw.records}.")
+        feed = _Feed()
+        inner: DataLoader[Any] = DataLoader(  # in_order stays True: pieces are matched by order
+            loader.dataset,
+            batch_sampler=feed,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=FreshWorker(loader.worker_init_fn) if fresh else loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        # numpy seeds with 128 bits of OS entropy. torch's CPU generator keeps 32 bits of any seed:
+        # few enough to try them all and learn who took part in which step.
+        private = cls(inner, feed, draw, generator or np.random.default_rng(), fresh=fresh)
+        private.max_physical_batch_size = max_physical_batch_size
+        private.on_piece = on_piece
+        return private
+
+    @property
+    def max_physical_batch_size(self) -> int | None:
+        """Most samples in one piece (None: no limit); a change holds from the next epoch on."""
+        return self._max_physical_batch_size
+
+    @max_physical_batch_size.setter
+    def max_physical_batch_size(self, size: int | None) -> None:
+        if size is not None:
+            _check_count("max_physical_batch_size", size)
+        self._max_physical_batch_size = size
+
+    def __len__(self) -> int:
+        return self.draw.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.position and not self._resuming:  # the last epoch was left early
+            self.epoch += 1
+            self.position = 0
+        self._resuming = False
+        # Counted here, at the first batch: iterators made side by side must not share a number.
+        self.passes += 1
+        pieces: deque[Piece] = deque()
+        steps = islice(self.draw.epoch(self._generator), len(self) - self.position)
+        source = self._feed.source = _cut(steps, self.max_physical_batch_size, pieces)
+        entropy = fresh_randomness() if self._fresh else nullcontext()
+        with closing(source), entropy:  # an epoch left early lets go of what it has drawn
+            for piece, batch in self._matched(pieces):
+                self.on_piece(piece)
+                self.on_batch(batch)
+                self.position += piece.last
+                yield batch
+                if self._feed.source is not source:
+                    raise RuntimeError(
+                        "This epoch ended when a newer iteration over the same PrivateLoader "
+                        "began: finish one before the next, or make two loaders."
+                    )
+        self.epoch += 1
+        self.position = 0
+
+    def _matched(self, pieces: deque[Piece]) -> Iterator[tuple[Piece, Any]]:
+        """Pair each piece with its batch, which a DataLoader returns in the order it asked."""
+        batches = iter(self._inner)
+        while True:
+            self._renew()
+            batch = next(batches, None)
+            while pieces and not pieces[0].samples:
+                yield pieces.popleft(), self._stand_in()
+                self._renew()
+            if not pieces:
+                return
+            yield pieces.popleft(), batch
+
+    def _renew(self) -> None:
+        """Once more for each piece: a training loop may seed for purposes of its own."""
+        self._seed = renew() if self._fresh else None
+
+    def refuse_seeds(self) -> None:
+        """Refuse the piece at hand if torch was seeded since it was drawn."""
+        if self._seed is not None and self._seed != torch_seed():
+            raise CaptureError(
+                "torch was seeded between a private batch and its step (torch.manual_seed in the "
+                "loop, say). With dropout or augmentation by a known seed one record moves the "
+                "gradients of all others: seed before the loop only."
+            )
+
+    def _stand_in(self) -> Any:
+        """Make a batch of record 0 for an empty step; the engine drops what it contributes.
+
+        An empty step must run like any other: its noise, its step and its event are part of the
+        mechanism. But models and loops fail on tensors of length zero (`x.view(len(x), -1)`,
+        means that become NaN). Made anew each time: users change their batches
+        (`batch.pop("labels")`).
+        """
+        return self.collate_fn([self.dataset[0]])
+
+    def state_dict(self) -> dict[str, str | int]:
+        """Where the loader stands; never the generator, so that no batch is drawn twice."""
+        return {"draw": repr(self.draw), "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next iteration yields that epoch's other steps.
+
+        They are drawn afresh. The batches of a PartitionDraw depend on one another, so its
+        epoch restarts (and counts as one more epoch).
+        """
+        if state.keys() != {"draw", "epoch", "position"}:
+            raise ValueError(f"Expected keys draw, epoch, position in state, got {sorted(state)}.")
+        if state["draw"] != repr(self.draw):
+            raise ValueError(f"Expected state['draw'] = {self.draw!r}, got {state['draw']!r}.")
+        for key, most in ("epoch", math.inf), ("position", len(self)):
+            if type(state[key]) is not int or not 0 <= state[key] <= most:
+                raise ValueError(f"Expected state[{key!r}] in 0..{most}, got {state[key]!r}.")
+        self.epoch = state["epoch"]
+        self.position = state["position"] if self.draw.independent_steps else 0
+        self._resuming = True
+
+
+@batches_of.register(PrivateLoader)
+def _(source: PrivateLoader) -> Iterable[Any]:
+    raise TypeError(
+        "The public data were given as a PrivateLoader, the loader of a private training run: "
+        "private records must not become public. Give other data that anybody may see."
+    )
+
+
+class BatchMemoryManager:
+    """Limits the physical batch size inside a `with` block; Opacus users know the name.
+
+    `optimizer` is accepted since they pass it, and unused: `on_piece` tells the engine.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> import dpspan
+        >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
+        >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
+        >>> _, optimizer, loader = engine.make_private(
+        ...     module=model,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        ...     data_loader=DataLoader(records, batch_size=200),
+        ...     noise_multiplier=2.0,
+        ... )
+        >>> small = dpspan.BatchMemoryManager(data_loader=loader, max_physical_batch_size=32)
+        >>> with small as pieces:
+        ...     for x, y in pieces:
+        ...         optimizer.zero_grad()
+        ...         nn.functional.cross_entropy(model(x), y).backward()
+        ...         optimizer.step()  # of the last piece of a batch: one release
+        >>> engine.ledger.steps
+        5
+    """
+
+    def __init__(
+        self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: object = None
+    ) -> None:
+        _check_count("max_physical_batch_size", max_physical_batch_size)
+        self._loader = data_loader
+        self._inside = max_physical_batch_size
+
+    def __enter__(self) -> PrivateLoader:
+        self._outside = self._loader.max_physical_batch_size
+        self._loader.max_physical_batch_size = self._inside
+        return self._loader
+
+    def __exit__(self, *exception: object) -> None:
+        self._loader.max_physical_batch_size = self._outside
+
+
+def sample_rate_of(loader: DataLoader[Any]) -> float:
+    """The Poisson rate that gives the loader's batch size on average, at most 1."""
+    records = records_of(loader)
+    return min(1.0, (loader.batch_size or 0) / records)  # the 0 is for mypy: None was refused
+
+
+def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
+    """Count the records; refuse a loader that would lose its meaning with its sampling."""
+    if isinstance(loader, PrivateLoader):
+        raise TypeError(
+            "This data loader is private already: pass the DataLoader it was made from."
+        )
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"The data loader's dataset has no length: {type(dataset).__name__} cannot be sampled "
+            "record by record; give a map-style dataset with __len__ and __getitem__."
+        )
+    if len(dataset) == 0:
+        raise ValueError("The data loader's dataset is empty: give it at least one record.")
+    if loader.batch_sampler is None:
+        raise ValueError("The data loader has batch_size=None: build it with a batch_size.")
+    for name, sampler, known in (
+        ("batch_sampler", loader.batch_sampler, (BatchSampler,)),
+        ("sampler", loader.sampler, (RandomSampler, SequentialSampler)),
+    ):
+        if type(sampler) not in known or loader.batch_size is None:
+            raise ValueError(
+                f"The data loader's {name} is a {type(sampler).__name__}: private sampling would "
+                "silently replace it, and unequal weights would change the privacy analysis; "
+                f"build the DataLoader without {name}."
+            )
+    return len(dataset)
+
+
+def _check_rate(sample_rate: float) -> None:
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"Expected sample_rate in (0, 1], got {sample_rate}.")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"Expected {name} an int of at least 1, got {value!r}.")

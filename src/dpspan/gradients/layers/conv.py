@@ -1,0 +1,300 @@
+"""nn.Conv1d, Conv2d and Conv3d with groups, stride, dilation and every padding mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpspan.gradients.layers.linear import Outer
+from dpspan.gradients.layers.terms import (
+    Rows,
+    Term,
+    blocks,
+    compact,
+    compress_rows,
+    instantiated_norms,
+    joined,
+    kept,
+)
+from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
+
+_COST_OF_PATCHES = 4
+
+# Rows of up to this many bytes are kept even where the factors are smaller: otherwise they are
+# made for the norm (and in a subspace once more for the residual), and the sum convolves again. A
+# GPU, which has to copy every patch for that, gains more by keeping them.
+_CPU_ROWS_KEPT_BYTES = 8 * 2**20
+_GPU_ROWS_KEPT_BYTES = 1024 * 2**20
+
+# Below this many channels a group is too thin for the grouped convolution to vectorise.
+_GROUPED_CONVOLUTION_CHANNELS = 8
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Row i is Σ_t b_it ⊗ a_it over output positions t, a_t the patch of the input x under t.
+
+    The patches are never kept: they repeat every input number up to once per kernel entry.
+    """
+
+    x: Tensor  # (n, channels, …)
+    b: Tensor  # (n, out channels, …)
+    weight: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def samples(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.b.shape[2:].numel()
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        x, b, n = (
+            full_precision(self.x[start:stop]),
+            full_precision(self.b[start:stop]),
+            stop - start,
+        )
+        if n == 0:
+            return x.new_zeros(0, self.weight.numel())
+        one_by_one = self.weight[2:].numel() == 1
+        thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
+        if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
+            copied = self.depth * self.weight[1:].numel() * self.groups
+            return joined([self._unfolded_rows(x[i:j], b[i:j]) for i, j in blocks(n, copied, x)])
+        if x.is_cuda or one_by_one or thin:
+            copied = self.stride[0] * self.depth * self.weight[1] * self.weight[3:].numel()
+            return joined(
+                [self._sliding_rows(x[i:j], b[i:j]) for i, j in blocks(n, copied * self.groups, x)]
+            )
+        # One group per sample: the library's own weight gradient then keeps the samples apart.
+        b = b.reshape(1, n * self.weight[0], *b.shape[2:])
+        x = x.reshape(1, n * x.shape[1], *x.shape[2:])
+        return self._weight_gradient(x, b, samples=n).reshape(n, self.weight.numel())
+
+    def lines(self, start: int, stop: int, width: int) -> Tensor:
+        if self.groups > 1:  # an output channel sees its own group's inputs only
+            return self.rows(0, self.samples)[:, start * width : stop * width]
+        weight = torch.Size((stop - start, *self.weight[1:]))
+        part = dataclasses.replace(self, b=self.b[:, start:stop], weight=weight)
+        return part.rows(0, self.samples)
+
+    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
+        positions, d_in = self.depth, self.weight[1:].numel()
+        d_out = self.weight[0] // self.groups
+        # The ghost norm must write out every patch first: it has to be much cheaper to pay.
+        if _COST_OF_PATCHES * positions * (d_in + d_out) >= d_in * d_out:
+            return instantiated_norms(self, self.weight.numel(), arithmetic)
+        parts: list[SquaredNorms] = []
+        for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):
+            a = self._unfold(full_precision(self.x[start:stop]))
+            b = self._sequences(full_precision(self.b[start:stop]))
+            # A group sees its own channels only: groups are like samples, then added up.
+            parts.append(Outer(a.flatten(0, 1), b.flatten(0, 1)).squared_norms(arithmetic))
+        value = joined([part.value for part in parts]).view(-1, self.groups).sum(1)
+        magnitude = joined([part.magnitude for part in parts]).view(-1, self.groups).sum(1)
+        return parts[0]._replace(value=value, magnitude=magnitude)
+
+    def magnitudes(self) -> Tensor:
+        # An input number lies in at most one patch per kernel entry.
+        overlap = self.weight[2:].numel()
+        return overlap * squared_norms(self.x) * squared_norms(self.b)
+
+    def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
+        x, b = kept(self.x, dropped), kept(self.b, dropped)
+        b = b * weights.view(-1, *([1] * (b.dim() - 1)))
+        if not x.is_cuda:
+            return self._weight_gradient(x, b, samples=1).flatten()
+        # On a GPU the convolution may round to TF32 or use transforms that no simple error bound
+        # covers; a matrix product does neither unless the user asks for it.
+        total = x.new_zeros(self.groups, self.weight[0] // self.groups, self.weight[1:].numel())
+        numbers = self.depth * (total.shape[2] + total.shape[1]) * self.groups
+        for start, stop in blocks(self.samples, numbers, x):
+            left = self._sequences(b[start:stop]).transpose(0, 1).flatten(1, 2)
+            right = self._unfold(x[start:stop]).transpose(0, 1).flatten(1, 2)
+            total = total + left.transpose(1, 2) @ right
+        return total.flatten()
+
+    def kernel(self, other: Term) -> Tensor | None:
+        return None
+
+    def compact(self) -> Term:
+        stored = self.x.shape[1:].numel() + self.b.shape[1:].numel()
+        limit = _CPU_ROWS_KEPT_BYTES if self.x.device.type == "cpu" else _GPU_ROWS_KEPT_BYTES
+        size = self.weight.numel()
+        return compact(self, size, size if self.samples * size * 4 <= limit else stored)
+
+    def merged(self, views: int) -> Rows:
+        records, size = self.samples // views, self.weight.numel()
+        parts = [
+            Rows(self.rows(start * views, stop * views)).merged(views).values
+            for start, stop in blocks(records, views * size, self.x)
+        ]
+        return Rows(joined(parts) if parts else full_precision(self.x).new_zeros(0, size))
+
+    def scaled(self, factor: float) -> Patches:
+        return dataclasses.replace(self, b=self.b * factor)
+
+    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        if self.groups > 1:  # carriers would mix what the groups keep apart
+            return compress_rows(self, left, right)
+        x, b = full_precision(self.x), full_precision(self.b)
+        if x.is_cuda:  # many small kernels cost more than copying the patches once
+            numbers = self.depth * right.shape[1]
+            parts = [
+                self._compressed(x[i:j], b[i:j], left, right) for i, j in blocks(len(x), numbers, x)
+            ]
+            lefts, rights = zip(*parts, strict=True)
+            return joined(lefts), joined(rights)
+        # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
+        # needs the rows of the whole weight. Both are what will be clipped, however they round.
+        filters = right.view(-1, *self.weight[1:])
+        seen = torch.convolution(
+            x,
+            filters,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            1,
+        )
+        outputs = (left.T @ b.flatten(2)).view(len(b), len(right), *b.shape[2:])
+        thin = dataclasses.replace(self, x=x, b=outputs, weight=filters.shape)
+        return (
+            torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)),
+            thin.rows(0, self.samples).view(self.samples, *right.shape),
+        )
+
+    def _compressed(
+        self, x: Tensor, b: Tensor, left: Tensor, right: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """G Rᵀ and Lᵀ G from patches that are written out."""
+        patches, outputs = self._unfold(x)[:, 0], b.flatten(2)
+        return torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
+
+    @property
+    def _rows_are_larger_than_patches(self) -> bool:
+        """Whether copying whole patches moves less memory than interleaving lines of rows.
+
+        Sliding rows copy a line's share of the patches, and write, read and write the rows;
+        unfolded ones copy all of the patches and write the rows once.
+        """
+        lines, d_out = self.weight[2], self.weight[0] // self.groups
+        return self.depth * (lines - 1) < 2 * d_out * lines
+
+    def _unfolded_rows(self, x: Tensor, b: Tensor) -> Tensor:
+        """Rows by one batched product with all patches."""
+        return torch.matmul(self._sequences(b).transpose(2, 3), self._unfold(x)).flatten(1)
+
+    def _sliding_rows(self, x: Tensor, b: Tensor) -> Tensor:
+        """Rows by one batched product per line of the kernel.
+
+        Patches repeat every input number once per kernel entry. Laid out with the first spatial
+        axis outermost, the patches under one line of the kernel are those under the line before,
+        further along in memory: so only the entries of one line have to be copied apart. A stride
+        separates the lines into as many phases.
+        """
+        n, lines, step, dilation = len(x), self.weight[2], self.stride[0], self.dilation[0]
+        height, width = self.b.shape[2], self.b.shape[3:].numel()
+        long = height + (lines - 1) * dilation // step
+        pad = [side for p in reversed(self.padding) for side in (p, p)]
+        pad[-1] = step * long - x.shape[2] - pad[-2]  # as far as the last phase reaches; may crop
+        x = F.pad(x, pad).contiguous()
+        channels = x.shape[1] // self.groups
+        sample, channel, line, *pixel = x.stride()
+        laid_out = x.as_strided(
+            (n, self.groups, step, channels, *self.weight[3:], long, *self.b.shape[3:]),
+            (
+                sample,
+                channels * channel,
+                line,
+                channel,
+                *(one * d for one, d in zip(pixel, self.dilation[1:], strict=True)),
+                step * line,
+                *(one * s for one, s in zip(pixel, self.stride[1:], strict=True)),
+            ),
+        ).reshape(n, self.groups, step, channels * self.weight[3:].numel(), long * width)
+        out = b.reshape(n, self.groups, b.shape[1] // self.groups, self.depth)
+        products = []
+        for index in range(lines):
+            start, phase = divmod(index * dilation, step)
+            patches = laid_out[:, :, phase, :, start * width : (start + height) * width]
+            products.append(_batched(out, patches).unflatten(3, (channels, -1)))
+        return torch.stack(products, dim=4).flatten(1)
+
+    def _unfold(self, x: Tensor) -> Tensor:
+        """Patches as (n, groups, positions, d_in): a strided view, copied once."""
+        pad = [side for p in reversed(self.padding) for side in (p, p)]
+        x = F.pad(x, pad).contiguous()
+        n, channels = x.shape[0], x.shape[1] // self.groups
+        sample, channel, *pixel = x.stride()
+        kernel, positions = self.weight[2:], self.b.shape[2:]
+        view = x.as_strided(
+            (n, self.groups, *positions, channels, *kernel),
+            (
+                sample,
+                channels * channel,
+                *(step * s for step, s in zip(pixel, self.stride, strict=True)),
+                channel,
+                *(step * d for step, d in zip(pixel, self.dilation, strict=True)),
+            ),
+        )
+        return view.reshape(n, self.groups, positions.numel(), channels * kernel.numel())
+
+    def _sequences(self, b: Tensor) -> Tensor:
+        """Output gradients as (n, groups, positions, d_out)."""
+        return b.reshape(b.shape[0], self.groups, b.shape[1] // self.groups, self.depth).transpose(
+            2, 3
+        )
+
+    def _weight_gradient(self, x: Tensor, b: Tensor, samples: int) -> Tensor:
+        """The weight gradient by torch itself, for `samples` samples laid side by side."""
+        weight = x.new_zeros(()).expand(samples * self.weight[0], *self.weight[1:])
+        dims = len(self.stride)
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            b,
+            x,
+            weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * dims,
+            samples * self.groups,
+            [False, True, False],
+        )
+        assert isinstance(gradient, Tensor)
+        return gradient
+
+
+def _batched(left: Tensor, right: Tensor) -> Tensor:
+    """left rightᵀ over (n, groups); one group is a plain batch, which needs no copy."""
+    if left.shape[1] == 1:
+        return torch.bmm(left[:, 0], right[:, 0].transpose(1, 2)).unsqueeze(1)
+    return left @ right.transpose(2, 3)
+
+
+def conv_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
+    """Terms of a convolution's weight and bias."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    padding = module.padding
+    if isinstance(padding, str) or module.padding_mode != "zeros":
+        # The same padding that the module applies before it convolves.
+        pad = module._reversed_padding_repeated_twice
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x, padding = F.pad(x, pad, mode=mode), (0,) * len(module.stride)
+    shape, dilation = module.weight.shape, module.dilation
+    yield "weight", Patches(x, grad, shape, module.stride, padding, dilation, module.groups)
+    yield "bias", Rows(grad.flatten(2).sum(2))

@@ -1,0 +1,315 @@
+"""The per-sample gradients of a batch as an operator: the rows of J, without J.
+
+No method in this library needs the n × p matrix itself, only norms, inner products and weighted
+sums of its rows. Each is computed parameter by parameter, in the memory of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpspan.gradients.layers.linear import Outer
+from dpspan.gradients.layers.pairs import inner
+from dpspan.gradients.layers.terms import Rows, Sum, Term, stacked
+from dpspan.gradients.numerics import Arithmetic, bounds, exact, full_precision
+
+_SMALL = 512  # numbers per sample up to which rows are worth packing together
+_ALIGNED = 64  # packed rows are as long as a multiple of this
+
+
+class Pack(NamedTuple):
+    """One or more parameters that are worked on together."""
+
+    term: Term
+    shape: torch.Size
+
+
+class PerSampleGradients:
+    """J: one gradient per sample over named parameters. Parameters that took no part are zero.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+        >>> J = dpspan.per_sample_gradients(model, lambda m, x: m(x).squeeze(1), x)
+        >>> J.norms().tolist()
+        [5.0, 2.0]
+        >>> J.gram(J).tolist()
+        [[25.0, 8.0], [8.0, 4.0]]
+        >>> J.combine(torch.tensor([1.0, 10.0]))
+        {'weight': tensor([[ 3., 24.]])}
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        terms: Mapping[str, Sequence[Term]],
+        samples: int,
+        *,
+        like: Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.samples = samples
+        self.terms = {
+            name: _total(terms[name], shape.numel())
+            for name, shape in shapes.items()
+            if terms.get(name)
+        }
+        self.like = full_precision(like.new_empty(0))  # dtype and device
+        self.scale = scale
+
+    @classmethod
+    def concatenate(cls, pieces: Sequence[PerSampleGradients]) -> PerSampleGradients:
+        """The samples of several batches one after the other."""
+        first, *others = pieces
+        if any(piece.shapes != first.shapes or piece.scale != first.scale for piece in others):
+            raise ValueError("Expected gradients of the same parameters, scaled alike.")
+        if not others:
+            return first
+        stacks = {
+            name: [stacked([piece.term(name) for piece in pieces])]
+            for name in first.shapes
+            if any(name in piece.terms for piece in pieces)
+        }
+        samples = sum(piece.samples for piece in pieces)
+        return cls(first.shapes, stacks, samples, like=first.like, scale=first.scale)
+
+    def select(self, names: Collection[str]) -> PerSampleGradients:
+        """The gradients over some of the parameters only; nothing is copied."""
+        unknown = [name for name in names if name not in self.shapes]
+        if unknown:
+            raise ValueError(f"Expected names of trainable parameters, got {unknown}.")
+        chosen = set(names)
+        if chosen == self.shapes.keys():
+            return self
+        shapes = {name: shape for name, shape in self.shapes.items() if name in chosen}
+        terms = {name: [self.terms[name]] for name in shapes if name in self.terms}
+        return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.like.device
+
+    @exact()
+    def norms(self) -> Tensor:
+        """Norm of each sample's gradient, (n,) float64."""
+        value, _ = self._squared_norms
+        return self.scale * value.sqrt()
+
+    @exact()
+    def norm_bounds(self) -> Tensor:
+        """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64.
+
+        They exceed `norms()` by rounding only, and cover all of it (see `numerics`): a clip factor
+        computed from them clips. A gradient that is not finite has a bound that is not finite.
+        """
+        _, bound = self._squared_norms
+        # The margin is for the weights, which are rounded to working precision.
+        return self.scale * (1 + 16 * Arithmetic.of(self.like).unit) * bound.sqrt()
+
+    @exact()
+    def combine(self, weights: Tensor, *, finite: bool = False) -> dict[str, Tensor]:
+        """wᵀJ, a weighted sum of the gradients, by parameter.
+
+        A sample of weight zero adds nothing, even if its gradient is not finite; blanking it out
+        takes a pass over everything, which `finite` (a promise that all are) saves on a GPU.
+        """
+        if weights.shape != (self.samples,):
+            raise ValueError(
+                f"Expected one weight per sample, shape ({self.samples},), "
+                f"got {tuple(weights.shape)}."
+            )
+        weights = (weights * self.scale).to(self.like)
+        weights = weights.masked_fill(~usable_weights(weights), 0.0)
+        dropped: Tensor | None = weights == 0
+        # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.
+        if finite or (weights.device.type == "cpu" and not bool((weights == 0).any())):
+            dropped = None
+        sums: dict[str, Tensor] = {}
+        for names, pack in self.packs.items():
+            sizes = [self.shapes[name].numel() for name in names]
+            total = pack.term.combine(weights, dropped)
+            parts = total[: sum(sizes)].split(sizes)
+            sums.update(zip(names, parts, strict=True))
+        return {
+            name: sums[name].view(shape) if name in sums else self.like.new_zeros(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    @exact()
+    def gram(
+        self, other: PerSampleGradients, groups: Sequence[Collection[str]] | None = None
+    ) -> Tensor:
+        """J Hᵀ, inner products with the gradients of `other`, (n, m) float64.
+
+        With `groups` of parameter names: one matrix per group, (len(groups), n, m).
+        """
+        if self.shapes != other.shapes:
+            raise ValueError("Expected gradients of the same parameters on both sides.")
+        names = [list(self.shapes)] if groups is None else [list(group) for group in groups]
+        unknown = [name for group in names for name in group if name not in self.shapes]
+        if unknown:
+            raise ValueError(f"Expected names of trainable parameters in groups, got {unknown}.")
+        total = torch.zeros(
+            len(names), self.samples, other.samples, dtype=torch.float64, device=self.like.device
+        )
+        for index, group in enumerate(names):
+            for name in group:
+                if name in self.terms and name in other.terms:
+                    total[index] += inner(self.terms[name], other.terms[name], self.shapes[name])
+        total *= self.scale * other.scale
+        return total[0] if groups is None else total
+
+    @exact()
+    def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> PerSampleGradients:
+        """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
+
+        `carriers[name]` is (L, R), L of shape (d_out, r) and R of shape (r, d_in) for a weight
+        seen as a d_out × d_in matrix. The result has the parameters 'name:left' and 'name:right'
+        in place of 'name'; what is not carried stays as it is.
+        """
+        shapes: dict[str, torch.Size] = {}
+        terms: dict[str, list[Term]] = {}
+        for name, shape in self.shapes.items():
+            if name not in carriers:
+                shapes[name] = shape
+                terms[name] = [self.terms[name]] if name in self.terms else []
+                continue
+            left, right = carriers[name]
+            _check_carriers(name, shape, left, right)
+            names = carried_names(name)
+            shapes |= dict(zip(names, (left.shape, right.shape), strict=True))
+            if name in self.terms:
+                small = self.terms[name].compress(left.to(self.like), right.to(self.like))
+                terms |= {part: [Rows(image)] for part, image in zip(names, small, strict=True)}
+        unknown = set(carriers) - set(self.shapes)
+        if unknown:
+            raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
+        return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
+
+    @exact()
+    def matrix(self) -> Tensor:
+        """The rows themselves, (n, p), parameters in the order of `shapes`."""
+        columns = [
+            self.terms[name].rows(0, self.samples)
+            if name in self.terms
+            else self.like.new_zeros(self.samples, shape.numel())
+            for name, shape in self.shapes.items()
+        ]
+        return self.scale * torch.cat(columns, dim=1)
+
+    def term(self, name: str) -> Term:
+        """A parameter's term; zeros for one that took no part."""
+        if name in self.terms:
+            return self.terms[name]
+        return Rows(self.like.new_zeros(()).expand(self.samples, *self.shapes[name]))
+
+    @cached_property
+    def _squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Squared norms and their upper bounds, over all parameters."""
+        arithmetic = Arithmetic.of(self.like)
+        parts = [pack.term.squared_norms(arithmetic) for pack in self.packs.values()]
+        if not parts:
+            zero = torch.zeros(self.samples, dtype=torch.float64, device=self.like.device)
+            return zero, zero
+        value = torch.stack([part.value for part in parts])
+        magnitude = torch.stack([part.magnitude for part in parts])
+        # float64 and without waiting: a blocking copy would stall a GPU's stream.
+        errors = [(p.value_error, p.magnitude_error, p.summand_error) for p in parts]
+        on_device = torch.tensor(errors, dtype=torch.float64).to(value.device, non_blocking=True)
+        bound = bounds(value, magnitude, on_device)
+        return value.sum(0), bound.sum(0)
+
+    @cached_property
+    def packs(self) -> dict[tuple[str, ...], Pack]:
+        """The terms to work with: many small parameters (biases, norms) as rows side by side.
+
+        A step then takes a few large operations instead of hundreds of small ones. On a GPU, where
+        a launch costs as much as a large operation, that goes for everything kept as rows.
+        """
+        return self._packed(self._together)
+
+    def aligned(self, other: PerSampleGradients) -> PerSampleGradients:
+        """The same gradients with the packs of `other`."""
+        if self._together == other._together:
+            return self
+        terms = {name: [term] for name, term in self.terms.items()}
+        same = PerSampleGradients(
+            self.shapes, terms, self.samples, like=self.like, scale=self.scale
+        )
+        same.packs = same._packed(other._together)
+        return same
+
+    @cached_property
+    def _together(self) -> tuple[str, ...]:
+        """Which parameters share a pack."""
+        on_cpu = self.device.type == "cpu"
+        return tuple(
+            name
+            for name, shape in self.shapes.items()
+            if shape.numel() <= _SMALL or (not on_cpu and isinstance(self.terms.get(name), Rows))
+        )
+
+    def _packed(self, together: tuple[str, ...]) -> dict[tuple[str, ...], Pack]:
+        packs = {}
+        if any(name in self.terms for name in together):
+            rows = [self.term(name).rows(0, self.samples) for name in together]
+            width = sum(part.shape[1] for part in rows)
+            # Rows that begin on a round address: GPUs multiply others at half the speed.
+            rows.append(self.like.new_zeros(self.samples, -width % _ALIGNED))
+            joint = torch.cat(rows, dim=1)
+            packs[together] = Pack(Rows(joint), joint.shape[1:])
+            sizes = [self.shapes[name].numel() for name in together]
+            for name, own in zip(together, joint[:, :width].split(sizes, dim=1), strict=True):
+                self.terms[name] = Rows(own)  # a view: what was packed is not held twice
+        alone = [name for name in self.terms if name not in together]
+        return packs | {(name,): Pack(self.terms[name], self.shapes[name]) for name in alone}
+
+    @cached_property
+    def pack_magnitudes(self) -> Tensor:
+        """What the rounding of each pack is relative to: roots of `Term.magnitudes`, (packs, n)."""
+        if not self.packs:
+            return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
+        return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
+
+
+def carried_names(name: str) -> tuple[str, str]:
+    """What the images of a parameter's gradient in its carriers are called."""
+    return f"{name}:left", f"{name}:right"
+
+
+def usable_weights(weights: Tensor) -> Tensor:
+    """Which weights `combine` uses: a subnormal one is rounded coarsely, possibly up."""
+    return weights.isfinite() & (weights.abs() >= torch.finfo(weights.dtype).tiny)
+
+
+def _total(terms: Sequence[Term], row_size: int) -> Term:
+    """The sum of a parameter's terms as one term."""
+    if len(terms) == 1:
+        return terms[0]
+    outers = [term for term in terms if isinstance(term, Outer)]
+    if len(outers) == len(terms):  # a linear layer called several times is one longer sequence
+        return Outer(
+            torch.cat([term.a for term in outers], dim=1),
+            torch.cat([term.b for term in outers], dim=1),
+        )
+    return Sum(terms, row_size)
+
+
+def _check_carriers(name: str, shape: torch.Size, left: Tensor, right: Tensor) -> None:
+    d_out, d_in = shape[0], shape[1:].numel()
+    expected = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]
+    if not expected or (left.shape[0], right.shape[1]) != (d_out, d_in):
+        raise ValueError(
+            f"Expected carriers of shapes ({d_out}, r) and (r, {d_in}) for '{name}', "
+            f"got {tuple(left.shape)} and {tuple(right.shape)}."
+        )

@@ -1,0 +1,141 @@
+"""Gradient carriers: a weight's gradient G, d_out × d_in, seen through thin matrices L and R.
+
+RGP keeps of G only ∂L = G Rᵀ and ∂R = Lᵀ G, where L is d_out × r with orthonormal columns and R is
+r × d_in with orthonormal rows. What comes back, ∂L R + L ∂R − L Lᵀ ∂L R, is the orthogonal
+projection of G onto the matrices whose columns lie in L or whose rows lie in R. Carriers come from
+weights that have been released, or from chance: never from gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Matrices = Sequence[Tensor]  # each (…, rows, columns)
+Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
+
+# Relative size of the unit vectors that fill up missing directions: its square is well above the
+# rounding of float64.
+_FILL = 1e-6
+
+
+class Carrier(NamedTuple):
+    """L and R of one weight."""
+
+    left: Tensor  # (d_out, r)
+    right: Tensor  # (r, d_in)
+
+    def reconstruct(self, left: Tensor, right: Tensor) -> Tensor:
+        """∂L R + L ∂R − L Lᵀ ∂L R."""
+        return (left - self.left @ (self.left.T @ left)) @ self.right + self.left @ right
+
+
+def principal(gradient: Tensor, rank: int) -> Carrier:
+    """The top singular directions of a gradient: the best carriers, but those of private data."""
+    left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    return Carrier(left[:, :rank], right[:rank])
+
+
+def unprivate_projection_residual(gradient: Tensor, carrier: Carrier) -> Tensor:
+    """‖(I − LLᵀ) G (I − RᵀR)‖/‖G‖: what carriers miss of a gradient (the paper's figure 3).
+
+    With `principal(G, r)` it is the self residual, with carriers of an earlier step the historical
+    one. Computed from gradients without noise: for the operator's eyes.
+    """
+    g = gradient.double().flatten(1)
+    left, right = carrier.left.to(g), carrier.right.to(g)
+    kept = carrier._replace(left=left, right=right).reconstruct(g @ right.T, left.T @ g)
+    norm: Tensor = torch.linalg.matrix_norm(g - kept) / torch.linalg.matrix_norm(g)
+    return norm
+
+
+class CarrierSource(Protocol):
+    """Where the carriers of a step come from."""
+
+    def carriers(
+        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
+    ) -> list[Carrier]:
+        """Carriers for weights that were `first` at step 0: matrices, or stacks of one shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The directions of the update so far, W_t − W_0; in the first `warmup` steps those of W_t.
+
+    Found by one power pass (the paper's Algorithm 2): two products, and no SVD.
+
+    Examples:
+        >>> import dpspan
+        >>> from dpspan.mechanisms.carriers import History
+        >>> method = dpspan.RGP(rank=8, clip=1.0, carriers=History(warmup=10))
+    """
+
+    warmup: int = 1
+    iterations: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("warmup", self.warmup), ("iterations", self.iterations)):
+            if not isinstance(value, int) or value < 1:  # W_0 − W_0 has no directions
+                raise ValueError(f"Expected {name} an int of at least 1, got {value!r}.")
+
+    def carriers(
+        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
+    ) -> list[Carrier]:
+        """The power method on the historical updates."""
+        moved = [now - then for now, then in zip(weights, first, strict=True)]
+        updates = weights if step < self.warmup else moved
+        right = [_placed(draw(*u.shape[:-2], rank, u.shape[-1]), u) for u in updates]
+        for _ in range(self.iterations):
+            left = orthonormal([u @ r.mT for u, r in zip(updates, right, strict=True)])
+            right = [columns.mT @ u for columns, u in zip(left, updates, strict=True)]
+        right = [columns.mT for columns in orthonormal([r.mT for r in right])]
+        return [Carrier(*both) for both in zip(left, right, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chance:
+    """Random directions, new ones at every step: the paper's control, RGP-random."""
+
+    def carriers(
+        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
+    ) -> list[Carrier]:
+        """Random L and R."""
+        left, right = (
+            orthonormal([_placed(draw(*w.shape[:-2], w.shape[side], rank), w) for w in weights])
+            for side in (-2, -1)
+        )
+        return [Carrier(*both) for both in zip(left, [r.mT for r in right], strict=True)]
+
+
+def orthonormal(matrices: Matrices) -> list[Tensor]:
+    """For each matrix (or stack of them) orthonormal columns that span its own.
+
+    By Cholesky factors of Gram matrices, twice, in float64. All at once, since a GPU takes longer
+    to start the QR decomposition of each matrix than to compute it: rows of zeros, which change no
+    Gram matrix, make them equally long.
+    """
+    rank, longest = matrices[0].shape[-1], max(x.shape[-2] for x in matrices)
+    padded = [F.pad(x, (0, 0, 0, longest - x.shape[-2])) for x in matrices]
+    columns = torch.cat([x.reshape(-1, longest, rank) for x in padded]).double()
+    size = torch.linalg.matrix_norm(columns, keepdim=True)
+    # What has too few directions, such as a weight that has not moved, gets unit vectors.
+    units = torch.eye(longest, rank, dtype=columns.dtype, device=columns.device)
+    columns = columns / torch.where(size > 0, size, 1) + _FILL * units
+    for _ in range(2):  # the second time corrects what rounding did in the first
+        lower, _ = torch.linalg.cholesky_ex(columns.mT @ columns)
+        columns = torch.linalg.solve_triangular(lower, columns.mT, upper=False).mT
+    parts = columns.split([x.shape[:-2].numel() for x in matrices])
+    return [
+        part[:, : x.shape[-2]].reshape(x.shape).to(x)
+        for part, x in zip(parts, matrices, strict=True)
+    ]
+
+
+def _placed(numbers: Tensor, like: Tensor) -> Tensor:
+    """The numbers where and as `like` is, without waiting for the work before."""
+    return numbers.to(like.device, non_blocking=True).to(like.dtype)

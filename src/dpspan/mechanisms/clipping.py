@@ -1,0 +1,76 @@
+"""Rules that turn gradient norms into clip factors, and the one place that enforces the clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class ClippingRule(Protocol):
+    """Chooses the factor of one sample from the norm of its gradient, and from nothing else.
+
+    Whatever it chooses, `clip_factors` keeps it within the clip.
+    """
+
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        """Desired factor for a gradient of this norm (a number, by torch operations)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatClipping:
+    """min(1, C/‖g‖): short gradients stay, long ones end on the sphere of radius C.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> dpspan.FlatClipping().factor(torch.tensor([0.5, 4.0]), 1.0)
+        tensor([1.0000, 0.2500])
+    """
+
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        """min(1, C/‖g‖)."""
+        return (clip / norm).clamp(max=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutomaticClipping:
+    """C/(‖g‖ + γ): every gradient is normalised (Bu et al. 2023), so C needs no tuning.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> method = dpspan.DPSGD(clip=1.0, clipping=dpspan.AutomaticClipping())
+        >>> dpspan.AutomaticClipping(stability=0.1).factor(torch.tensor([0.4, 1.9]), 1.0)
+        tensor([2.0000, 0.5000])
+    """
+
+    stability: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.stability > 0:
+            raise ValueError(f"Expected stability > 0, got {self.stability}.")
+
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        """C/(‖g‖ + γ)."""
+        return clip / (norm + self.stability)
+
+
+def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float | Tensor) -> Tensor:
+    """The rule's factors, never above C/‖g‖, and zero for a gradient that is not finite.
+
+    A NaN or Inf gradient must not pass (it would tell that its owner took part), and a rule,
+    whoever wrote it, must not be able to break the clip: it sees one norm at a time, since a
+    factor that depends on other samples would let one sample move all of them.
+    """
+    if len(norm_bounds) == 0:
+        return norm_bounds
+    if isinstance(clip, Tensor):  # one per sample
+        chosen = torch.vmap(rule.factor)(norm_bounds, clip)  # type: ignore[arg-type]
+    else:
+        chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
+    factors = torch.minimum(chosen, clip / norm_bounds)
+    usable = torch.isfinite(norm_bounds) & torch.isfinite(factors)
+    return torch.where(usable, factors.clamp(min=0.0), torch.zeros_like(factors))

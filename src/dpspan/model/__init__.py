@@ -1,0 +1,1 @@
+"""What a model must be: valid, trainable in part, and apart for each of its samples."""

@@ -1,0 +1,177 @@
+"""Which modules cannot be trained privately as they are, and how to fix them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
+from dpspan.support.errors import UnsupportedModule
+
+_logger = logging.getLogger(__name__)
+
+_FIX = "dpspan.fix(model) (in a configuration `fix: true` below `model`)"
+
+
+def validate(model: nn.Module) -> None:
+    """Raise `UnsupportedModule` naming every module that private training must refuse.
+
+    Examples:
+        >>> import dpspan
+        >>> from torch import nn
+        >>> dpspan.validate(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
+        >>> dpspan.validate(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+        Traceback (most recent call last):
+        dpspan.support.errors.UnsupportedModule: ...
+    """
+    problems = [
+        f"{path or 'the model itself'} ({type(module).__name__}): {problem}"
+        for path, module in model.named_modules()
+        for problem in _problems(module)
+    ]
+    if not any(p.requires_grad for p in model.parameters()):
+        problems.append("the model has no trainable parameter: unfreeze what is to be trained")
+    if problems:
+        raise UnsupportedModule(
+            "This model cannot be trained privately as it is:\n  - " + "\n  - ".join(problems)
+        )
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    trainable = any(p.requires_grad for p in module.parameters())
+    if _is_lazy(module):
+        yield "its parameters are not initialised: run the model once on sample input first"
+        return
+    if any(p.is_complex() for p in module.parameters(recurse=False)):
+        yield "its parameters are complex: use real ones, two numbers for one"
+    if isinstance(module, _BatchNorm):
+        cure = f"{_FIX} puts GroupNorm in its place"
+        if _fixer(module) is None:
+            cure = "its forward pass is not torch's, so put GroupNorm in its place yourself"
+        yield (
+            "in training it normalises each sample by the others in the batch, so no sample's "
+            "gradient can be bounded; a frozen one is refused too, since model.train() would wake "
+            f"it up: {cure}"
+        )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        also = "" if _fixer(module) is None else f", or use {_FIX}"
+        yield (
+            "its running statistics are averages of private data without noise: build it with "
+            f"track_running_stats=False{also}"
+        )
+    if isinstance(module, nn.RNNBase):
+        if trainable and not is_recurrent(module):
+            yield (
+                "its forward pass or its weights are not those of torch's class, whose fused "
+                "kernel hides the per-sample gradients: make an unchanged torch layer a child of "
+                "your module and call that"
+            )
+    elif is_of_opacus(module):
+        if trainable:
+            cure = "use torch's layer" if _fixer(module) is None else f"{_FIX} puts torch's layer"
+            yield f"it holds its parameters twice, as Opacus needs it: {cure} in its place"
+    elif getattr(module, "batch_first", True) is False:
+        yield "its batch is the second dimension: build it with batch_first=True"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            yield "max_norm rewrites the rows that a batch uses, without noise: set it to None"
+        if module.scale_grad_by_freq:
+            yield "scale_grad_by_freq mixes the samples of a batch: set it to False"
+    if getattr(module.get_extra_state, "__func__", None) is not nn.Module.get_extra_state:
+        yield (
+            "its get_extra_state puts into state_dict, and so into every saved model, what nobody "
+            "adds noise to: remove that method, or keep such state outside the model"
+        )
+
+
+def fix(model: nn.Module) -> nn.Module:
+    """A copy of the model in which every module that can be replaced by a private one is.
+
+    BatchNorm becomes GroupNorm (with the affine weights it had), InstanceNorm loses its running
+    statistics, Opacus' recurrent layers become torch's of the same parameters, which need no
+    replacement. Each replacement is logged.
+
+    Examples:
+        >>> import dpspan
+        >>> from torch import nn
+        >>> type(dpspan.fix(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))[1]).__name__
+        'GroupNorm'
+    """
+    model = copy.deepcopy(model)
+    made: dict[nn.Module, nn.Module] = {}  # a module used in two places stays one module
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        replace = _fixer(module)
+        if replace is None:
+            continue
+        if module not in made:
+            new = made[module] = _keep_parameters(module, replace(module)).train(module.training)
+            _logger.info("fix: %s: %s becomes %s", path or "the model itself", module, new)
+        if path == "":
+            return made[module]
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, made[module])
+    return model
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(is_lazy(tensor) for tensor in own)
+
+
+def _fixer(module: nn.Module) -> Callable[[Any], nn.Module] | None:
+    """What replaces a module; None where nothing does, or nothing needs to."""
+    if _is_lazy(module):
+        return None
+    if is_of_opacus(module):
+        return _fix_opacus if type(module).__name__ in _OF_OPACUS else None
+    forward = getattr(module.forward, "__func__", None)
+    if forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return _fix_batch_norm
+    if forward is _InstanceNorm.forward and module.track_running_stats:
+        return _fix_instance_norm
+    return None
+
+
+def _fix_batch_norm(module: _BatchNorm) -> nn.Module:
+    channels, groups = module.num_features, 1
+    # On (n, channels) inputs a group must hold several channels, or it would normalise each number
+    # by itself. The same goes for images of one pixel, as global pooling leaves them: there a group
+    # of one channel gives a constant, and one of two a sign.
+    if not isinstance(module, nn.BatchNorm1d):
+        groups = max(
+            g for g in (1, 2, 4, 8, 16, 32) if channels % g == 0 and g <= max(1, channels / 4)
+        )
+    return nn.GroupNorm(groups, channels, module.eps, module.affine)
+
+
+def _fix_instance_norm(module: _InstanceNorm) -> nn.Module:
+    return type(module)(module.num_features, eps=module.eps, affine=module.affine)
+
+
+_OF_OPACUS: dict[str, Callable[..., nn.Module]] = {
+    "DPLSTM": nn.LSTM,
+    "DPGRU": nn.GRU,
+    "DPRNN": nn.RNN,
+}
+
+
+def _fix_opacus(module: Any) -> nn.Module:
+    kind = _OF_OPACUS[type(module).__name__]
+    names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    options = {name: getattr(module, name) for name in names}
+    return kind(module.input_size, module.hidden_size, **options, **module.cell_params)
+
+
+def _keep_parameters(module: nn.Module, replacement: nn.Module) -> nn.Module:
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(
+            replacement, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        )
+    return replacement

@@ -1,0 +1,341 @@
+"""Public data: read once, held in memory, known by its digest.
+
+A batch is a tensor (inputs), a tuple or list (inputs,) or (inputs, labels), or a mapping as Hugging
+Face makes them: the labels under "labels" or "label", everything else inputs. Every tensor has the
+samples in its first dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import singledispatch
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from dpspan.support.checks import check_count, expect
+
+_LABEL_KEYS = ("labels", "label")
+_READ = 2048  # samples read, or handed over, at a time where nobody says otherwise
+
+Collate = Callable[[list[Any]], Any]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
+
+    Two of them are equal if their names and contents are, however the samples were batched.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
+        >>> data = dpspan.PublicData.of((images, labels), name="scans")
+        >>> data.name, data.count, data.labelled
+        ('scans', 100, True)
+    """
+
+    name: str
+    count: int
+    labelled: bool
+    digest: str  # sha256 over dtypes, shapes and bytes of inputs and labels, sample by sample
+    batches: tuple[tuple[Any, ...], ...] = field(repr=False, compare=False)  # (inputs[, labels])
+    largest_piece: int = field(repr=False, compare=False)
+    # Of data that a frozen layer has been applied to: the fingerprints before (`encode_public`).
+    raw: tuple[bytes, ...] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, source: object, *, name: str = "public") -> PublicData:
+        """Read a map-style dataset, a DataLoader, a tensor, (x,), (x, y) or a dict of tensors.
+
+        A DataLoader keeps its collation and its batch size; one that shuffles is read in the order
+        of its dataset, so that the same data have the same digest, and the same random labels, in
+        every run. Random augmentation is frozen as it was when the data were read.
+        """
+        if isinstance(source, PublicData):
+            return source
+        expect(isinstance(name, str), "name to be a text", name)
+        read = [batch for batch in map(_hold, batches_of(source)) if _samples(batch)]
+        if not read:
+            raise ValueError(f"The public data '{name}' are empty: give at least one sample.")
+        if len({len(batch) for batch in read}) > 1:
+            raise ValueError(
+                f"Some batches of the public data '{name}' have labels and some have none: give "
+                "all of them labels, or none."
+            )
+        by_loader = isinstance(source, DataLoader)
+        largest_piece = max(map(_samples, read)) if by_loader else _READ
+        batches = _joined(read)
+        _check_finite(name, batches)
+        return cls(
+            name=name,
+            count=sum(map(_samples, batches)),
+            labelled=len(batches[0]) == 2,
+            digest=_digest(batches),
+            batches=batches,
+            largest_piece=largest_piece,
+        )
+
+    def pieces(
+        self, size: int | None = None, chosen: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Any, Any | None]]:
+        """Yield (indices, inputs, labels or None) in pieces of at most `size` samples.
+
+        Without `size` a piece is at most as large as the DataLoader's batches were, or 2048.
+        `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
+        different shapes (padded to different lengths) never share a piece.
+        """
+        size = self.largest_piece if size is None else check_count("size", size)
+        indices = torch.arange(self.count) if chosen is None else self._checked(chosen)
+        first = 0
+        for batch in self.batches:
+            last = first + _samples(batch)
+            mine = indices[(indices >= first) & (indices < last)]
+            for part in mine.split(size) if len(mine) else ():
+                inputs, *labels = _rows(batch, part - first)
+                yield part, inputs, labels[0] if labels else None
+            first = last
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PublicData:
+        """Itself: it never changes, and models that hold it are copied often."""
+        return self
+
+    def _checked(self, chosen: Tensor) -> Tensor:
+        chosen = chosen.cpu()
+        ordered = chosen.dim() == 1 and bool((chosen.diff() > 0).all())
+        inside = bool(((chosen >= 0) & (chosen < self.count)).all())
+        expect(ordered and inside, f"chosen to be sorted indices below {self.count}", chosen)
+        return chosen
+
+
+def move(inputs: Any, device: torch.device) -> Any:
+    """Every tensor of a batch on a device."""
+    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), inputs)
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+@singledispatch
+def batches_of(source: Any) -> Iterable[Any]:
+    """The batches of anything that can be public data."""
+    raise TypeError(
+        f"Cannot read public data from a {type(source).__name__}: give a map-style torch Dataset, "
+        "a DataLoader (it reads any dataset), a tensor of inputs, (x,), (x, y), or a dict of "
+        "tensors."
+    )
+
+
+@batches_of.register(Tensor)
+@batches_of.register(tuple)
+@batches_of.register(list)
+@batches_of.register(Mapping)
+def _(source: Any) -> Iterable[Any]:
+    return [source]
+
+
+@batches_of.register
+def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
+    if not hasattr(source, "__len__"):
+        raise TypeError(
+            f"The public dataset ({type(source).__name__}) has no length: give a map-style "
+            "dataset, or a DataLoader over a dataset that ends."
+        )
+    return (batch for _, batch in in_order(source, _READ, default_collate))
+
+
+@batches_of.register
+def _(source: IterableDataset) -> Iterable[Any]:  # type: ignore[type-arg]
+    raise TypeError(
+        f"The public dataset ({type(source).__name__}) is an IterableDataset: give a DataLoader "
+        "over it (it must end, as everything is held in memory)."
+    )
+
+
+@batches_of.register
+def _(source: DataLoader) -> Iterable[Any]:  # type: ignore[type-arg]
+    if source.batch_size is None or not _is_shuffle(source.sampler):
+        return source
+    return DataLoader(
+        source.dataset,
+        batch_size=source.batch_size,
+        collate_fn=source.collate_fn,
+        num_workers=source.num_workers,
+        drop_last=source.drop_last,
+        worker_init_fn=source.worker_init_fn,
+        multiprocessing_context=source.multiprocessing_context,
+        generator=source.generator,
+    )
+
+
+def _is_shuffle(sampler: Any) -> bool:
+    """Whether it gives every record once, in random order."""
+    random = isinstance(sampler, RandomSampler) and not sampler.replacement
+    return random and len(sampler) == len(sampler.data_source)
+
+
+def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int, Any]]:
+    """The records of a map-style dataset in order, collated `size` at a time, as (records, batch).
+
+    Records that cannot be collated together (different shapes) come one by one.
+    """
+    for start in range(0, len(dataset), size):
+        indices = range(start, min(start + size, len(dataset)))
+        try:
+            together = [(len(indices), _collated(dataset, indices, collate_fn))]
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+        ):  # "stack expects each tensor to be equal size"
+            together = [(1, _collated(dataset, [index], collate_fn)) for index in indices]
+        yield from together
+
+
+def _collated(dataset: Any, indices: Sequence[int], collate_fn: Collate) -> Any:
+    """One batch; tensors in memory are indexed at once."""
+    while type(dataset) is Subset:  # not a subclass, which may change what it returns
+        dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
+    if type(dataset) is TensorDataset and collate_fn is default_collate:
+        return [tensor[torch.as_tensor(indices)] for tensor in dataset.tensors]
+    return collate_fn([dataset[index] for index in indices])
+
+
+# -- the form in which batches are held ---------------------------------------------------------
+
+
+def _hold(batch: Any) -> tuple[Any, ...]:
+    """(inputs,) or (inputs, labels) of plain dicts, tuples and CPU tensors."""
+    if isinstance(batch, tuple | list) and len(batch) not in (1, 2):
+        raise ValueError(
+            f"A batch of the public data has {len(batch)} parts: give (inputs,) or (inputs, "
+            "labels), or a dict if the model takes several inputs."
+        )
+    labels: tuple[Any, ...] = ()
+    if isinstance(batch, Mapping):
+        labels = tuple(batch[key] for key in _LABEL_KEYS if key in batch)
+        if len(labels) == 2 or len(batch) == len(labels):
+            raise ValueError(
+                "A batch of the public data has the keys "
+                f"{sorted(map(str, batch))}: give inputs, and labels under one of {_LABEL_KEYS}."
+            )
+    elif isinstance(batch, tuple | list):
+        labels = tuple(batch[1:])
+    held = tuple(_plain(part) for part in (inputs_of(batch), *labels))
+    sizes = sorted({leaf.shape[0] for _, leaf in leaves(held)})
+    if len(sizes) != 1:
+        raise ValueError(
+            "Expected every tensor of the public data to have the samples in its first dimension, "
+            f"got first dimensions of {sizes}."
+        )
+    return held
+
+
+def inputs_of(batch: Any) -> Any:
+    """The inputs of a batch, whatever else it holds."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key not in _LABEL_KEYS}
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(_plain(value) for value in tree)
+    if not isinstance(tree, Tensor) or tree.dim() == 0:
+        what = "tensor without dimensions" if isinstance(tree, Tensor) else type(tree).__name__
+        raise TypeError(
+            "Expected batches of public data to hold tensors with the samples in the first "
+            f"dimension, got a {what}. Give a DataLoader whose collate_fn makes such tensors."
+        )
+    tensor = tree.detach().cpu()
+    # Worker processes hand over shared memory, of which a process can hold only so many handles.
+    return tensor.clone() if tensor.is_shared() else tensor
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, keys in sorted order: how a dict was built does not matter."""
+    if isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield from leaves(tree[key], f"{path}.{key}")
+    elif isinstance(tree, tuple | list):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}.{index}")
+    else:
+        yield path, tree
+
+
+def _samples(batch: tuple[Any, ...]) -> int:
+    _, first = next(leaves(batch))
+    return int(first.shape[0])
+
+
+def _rows(batch: tuple[Any, ...], indices: Tensor) -> tuple[Any, ...]:
+    rows: tuple[Any, ...] = tree_map(lambda leaf: leaf[indices], batch)
+    return rows
+
+
+def _joined(batches: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+    """Neighbours of the same shapes as one batch each. Always copies: what is held stays."""
+    return tuple(
+        tree_map(lambda *parts: torch.cat(parts), *run)
+        for run in (list(alike) for _, alike in groupby(batches, key=_layout))
+    )
+
+
+def _layout(batch: tuple[Any, ...]) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(batch)]
+
+
+def _check_finite(name: str, batches: Iterable[tuple[Any, ...]]) -> None:
+    finite = torch.cat([_finite(batch) for batch in batches])
+    bad = (~finite).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of the {len(finite)} samples of the public data '{name}' hold NaN or "
+            f"infinity in their inputs or labels (the first is sample {bad[0]}): leave them out."
+        )
+
+
+def _finite(batch: tuple[Any, ...]) -> Tensor:
+    """Which samples are finite, (n,)."""
+    finite = torch.ones(_samples(batch), dtype=torch.bool)
+    for leaf in tree_leaves(batch):
+        finite &= leaf.isfinite().reshape(len(leaf), leaf[0].numel()).all(1)
+    return finite
+
+
+def _digest(batches: Iterable[tuple[Any, ...]]) -> str:
+    whole = hashlib.sha256()
+    for batch in batches:
+        samples = _samples(batch)
+        columns = [
+            (
+                f"{path}:{leaf.dtype}:{tuple(leaf.shape[1:])};".encode(),
+                leaf.reshape(samples, leaf[0].numel()).view(torch.uint8).numpy(),
+            )
+            for path, leaf in leaves(batch)
+        ]
+        for sample in range(samples):
+            for header, content in columns:
+                whole.update(header)
+                whole.update(content[sample])
+    return whole.hexdigest()

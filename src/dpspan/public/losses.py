@@ -1,0 +1,110 @@
+"""A criterion asked for one loss per sample of public data, rather than for their sum or mean."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dpspan.public.data import PublicData
+
+
+class SampleCriterion:
+    """One loss per sample by a copy of the criterion.
+
+    `instead` names the argument that takes a function where the criterion does not serve.
+    """
+
+    def __init__(self, criterion: nn.Module, *, instead: str) -> None:
+        self.name, self._instead = type(criterion).__name__, instead
+        if not hasattr(criterion, "reduction"):
+            raise ValueError(
+                f"{self.name} has no `reduction`, so it cannot be asked for one loss per sample: "
+                f"pass {instead}, a function that returns them."
+            )
+        # The user's own keeps its reduction, and its hooks: the engine watches private batches.
+        one_by_one: Any = copy.deepcopy(criterion)
+        one_by_one.reduction = "none"
+        self._criterion: nn.Module = one_by_one
+
+    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        """The model's loss for each sample."""
+        outputs = self.outputs(call(model, inputs), len(tree_leaves(labels)[0]))
+        return self.means(self.entries(outputs, labels), outputs, labels)
+
+    def outputs(self, returned: Any, samples: int) -> Tensor:
+        """The scores in what a model returns; Hugging Face models have them as `logits`."""
+        scores = getattr(returned, "logits", returned)
+        by_token = scores is not returned and isinstance(scores, Tensor) and scores.dim() == 3
+        if by_token or not isinstance(scores, Tensor) or scores.shape[:1] != (samples,):
+            raise ValueError(
+                f"The model returns {shapes(scores)} for {samples} samples, and how that "
+                f"enters the loss is unknown: pass {self._instead}, a function that returns one "
+                "loss per sample."
+            )
+        return scores
+
+    def entries(self, outputs: Tensor, labels: Any) -> Tensor:
+        """The losses as the criterion gives them, several per sample where it has several."""
+        # Not by calling the module: its copy has the hooks that it had itself.
+        entries: Tensor = self._criterion.to(outputs.device).forward(outputs, labels)
+        return entries
+
+    def means(self, entries: Tensor, outputs: Tensor, labels: Any) -> Tensor:
+        """The mean of each sample's entries; ValueError if they are not one sample's each."""
+        # Outputs (n, 1) against labels (n,) give n² entries: every sample with every label.
+        if entries.shape[:1] != outputs.shape[:1] or entries.numel() > outputs.numel():
+            raise ValueError(
+                f"{self.name} gives losses of shape {tuple(entries.shape)} for outputs of shape "
+                f"{tuple(outputs.shape)}, labels of {shapes(labels)} and reduction='none', not "
+                "one or more per sample. Give the labels the shape that it expects, or pass "
+                f"{self._instead}, a function that returns one loss per sample."
+            )
+        return entries.reshape(len(outputs), -1).mean(1)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model run on a batch; a mapping holds its arguments by name."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def takes_classes(criterion: nn.Module) -> bool:
+    """Whether whole numbers as labels are classes to it."""
+    return isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
+def check_classes(
+    data: PublicData, outputs: Tensor, criterion: nn.Module, *, otherwise: str
+) -> None:
+    """Class labels must be the model's classes: a GPU's own error would end the process.
+
+    `otherwise` is what to do if renumbering them does not help.
+    """
+    if outputs.dim() < 2:  # no classes; the criterion says so
+        return
+    classes, ignored = outputs.shape[1], getattr(criterion, "ignore_index", -100)
+    for indices, _, labels in data.pieces():
+        if not isinstance(labels, Tensor) or labels.is_floating_point():  # class probabilities
+            continue
+        wrong = ((labels < 0) | (labels >= classes)) & (labels != ignored)
+        if bool(wrong.any()):
+            sample = int(indices[wrong.nonzero()[0, 0]])
+            raise ValueError(
+                f"Expected public labels from 0 to {classes - 1}, the model's classes, got "
+                f"{int(labels[wrong][0])} at sample {sample} of '{data.name}': renumber them as "
+                f"the private data has them, or {otherwise}."
+            )
+
+
+def shapes(tree: Any) -> str:
+    """Shapes and dtypes in words."""
+    if isinstance(tree, Mapping):
+        return ", ".join(f"{key}: {shapes(value)}" for key, value in tree.items())
+    if isinstance(tree, tuple | list):
+        return ", ".join(map(shapes, tree))
+    if isinstance(tree, Tensor):
+        return f"shape {tuple(tree.shape)} ({str(tree.dtype).removeprefix('torch.')})"
+    return type(tree).__name__

@@ -1,0 +1,143 @@
+"""Public samples that are copies of private records: found by fingerprints, and refused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, default_collate
+
+from dpspan.public.data import Array, Collate, PublicData, in_order, inputs_of, leaves
+from dpspan.public.encoded import encodings
+
+_COMPARED = 512  # private records compared at a time
+
+
+def fingerprints(inputs: Any) -> list[bytes]:
+    """A hash of each sample's inputs: equal for equal values of equal shapes.
+
+    Neither the labels nor the width of a dtype count (floats are compared as float32, integers as
+    int64). Padding that an "attention_mask" marks is left out, so that padding to another length
+    hides nothing.
+    """
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    kept = None if mask is None else mask.cpu().bool().numpy()
+    columns = [_canonical(leaf) for _, leaf in leaves(inputs)]
+    hashes = [hashlib.blake2b(digest_size=16) for _ in columns[0]]
+    for column in columns:
+        rows = column if kept is None or not _is_padded(column, kept) else _unpadded(column, kept)
+        for sample, row in zip(hashes, rows, strict=True):
+            sample.update(f"{row.shape};".encode())
+            sample.update(row.tobytes())
+    return [sample.digest() for sample in hashes]
+
+
+def _is_padded(column: Array, kept: Array) -> bool:
+    """Whether what the mask drops is one constant: a mask of other meaning would drop content."""
+    if column.shape[: kept.ndim] != kept.shape:
+        return False
+    dropped = column[~kept]
+    return bool((dropped == dropped.reshape(-1)[:1]).all())
+
+
+def _unpadded(column: Array, kept: Array) -> list[Array]:
+    return [row[keep] for row, keep in zip(column, kept, strict=True)]
+
+
+def refuse_overlap(
+    public: PublicData, private: Dataset[Any], collate_fn: Collate = default_collate
+) -> None:
+    """ValueError if public samples are copies of private records, whatever their labels.
+
+    Exact copies only: rounding, another shape, random augmentation and padding that no attention
+    mask marks all hide one, and so does a column that numbers the records. The outcome depends on
+    private data, so it is an error for the operator to read, never part of a log or certificate.
+    """
+    encoded = encodings(private)
+    if not encoded:
+        refuse_copies(public, _private_fingerprints(private, collate_fn))
+        return
+    if public.raw is None:
+        raise ValueError(
+            f"The private data are encoded, the public data '{public.name}' are not, or not so "
+            "that copies could be told: use dpspan.encode_public(layer, public)."
+        )
+    refuse_copies(public, (fingerprint for each in encoded for fingerprint in each.raw))
+
+
+def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
+    """ValueError if public samples have the fingerprints of private records."""
+    known = _public_fingerprints(public)
+    private_copies = set(known).intersection(private)
+    copied = [index for index, fingerprint in enumerate(known) if fingerprint in private_copies]
+    if copied:
+        raise ValueError(
+            f"{len(copied)} of the {public.count} samples of the public data '{public.name}' also "
+            f"occur in the private dataset (exact copies, e.g. public sample {copied[0]}). Remove "
+            "those records from the private data with dpspan.without_public(private, public), or "
+            "give other public data. This message depends on private data: do not publish it."
+        )
+
+
+def without_public(
+    private: Dataset[Any], public: object, collate_fn: Collate = default_collate
+) -> Subset[Any]:
+    """The private records that are not copies of public samples (see `refuse_overlap`).
+
+    They are taken out of the private side, where each record's fate depends on that record and on
+    public data alone. To take the copies out of the public data would tell from the public data
+    which records are private.
+
+    Examples:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> records = TensorDataset(torch.arange(10.0)[:, None])
+        >>> len(dpspan.without_public(records, torch.tensor([[3.0], [4.0]])))
+        8
+    """
+    if encodings(private):
+        raise ValueError("Take copies of public samples out before the private data are encoded.")
+    known = set(_public_fingerprints(PublicData.of(public)))
+    return Subset(
+        private,
+        [
+            index
+            for index, fingerprint in enumerate(_private_fingerprints(private, collate_fn))
+            if fingerprint not in known
+        ],
+    )
+
+
+def _public_fingerprints(public: PublicData) -> Sequence[bytes]:
+    if public.raw is not None:
+        return public.raw
+    return [
+        fingerprint
+        for _, inputs, _ in public.pieces(_COMPARED)
+        for fingerprint in fingerprints(inputs)
+    ]
+
+
+def _private_fingerprints(private: Any, collate_fn: Collate) -> Iterator[bytes]:
+    """One a record, in order; an empty one where a record has a form that public data cannot."""
+    for records, batch in in_order(private, _COMPARED, collate_fn):
+        inputs = inputs_of(batch)
+        found = [leaf for _, leaf in leaves(inputs)]
+        comparable = found and all(
+            isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in found
+        )
+        yield from fingerprints(inputs) if comparable else [b""] * records
+
+
+def _canonical(leaf: Tensor) -> Array:
+    """The values in one dtype for all floats and one for all integers."""
+    leaf = leaf.detach().cpu()
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf)
+    if leaf.is_floating_point():
+        return (leaf.float() + 0.0).numpy().astype("<f4", copy=False)  # −0.0 + 0.0 is 0.0
+    return leaf.numpy().astype("<i8", copy=False)

@@ -1,0 +1,367 @@
+"""Training on labelled public data before the first private step: the warm start.
+
+Public samples cost no privacy, so this is ordinary training of the trainable parameters. Some
+samples are held out to find the number of epochs; then the model goes back to the weights it had
+and trains on all samples for as many. Nothing else is learnt from the held-out samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from dpspan.gradients.capture import captures_on
+from dpspan.public.data import PublicData, move
+from dpspan.public.losses import SampleCriterion, call, check_classes, takes_classes
+from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.randomness import seeded
+
+# Of fewer samples, the one held out would say nothing about the others.
+FEWEST_TO_SPLIT = 5
+
+# loss(model, inputs, labels): one loss per sample
+SampleLosses = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WarmStart:
+    """Trains a model on labelled public data by Adam, until a held-out part stops improving.
+
+    Args:
+        data: a Dataset, DataLoader, tensors or `PublicData`, with labels.
+        max_epochs: most epochs; exactly so many where nothing is held out.
+        batch_size: most samples in a minibatch; an epoch is cut into minibatches of even size.
+        learning_rate: Adam's.
+        weight_decay: Adam's.
+        validation: share of the samples held out to find the number of epochs; 0 for none.
+        patience: stop after so many epochs without a better held-out loss.
+        loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion.
+        augment: changes the inputs of each minibatch at random (`RandomAffine()`, for images), not
+            those of the held-out samples. Give it more epochs.
+        seed: for the split, the order of the samples, augmentation and the model's dropout.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> images, labels = torch.randn(40, 4), torch.arange(40) % 2
+        >>> start = dpspan.WarmStart(data=(images, labels), max_epochs=3)
+        >>> result = start.run(nn.Linear(4, 2), nn.CrossEntropyLoss())  # make_private does this
+    """
+
+    data: object = field(repr=False)
+    max_epochs: int = 200
+    batch_size: int = 50
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    validation: float = 0.2
+    patience: int = 20
+    loss: SampleLosses | None = None
+    augment: Callable[[Any], Any] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "batch_size", "patience"):
+            check_count(name, getattr(self, name))
+        rate = check_number("learning_rate", self.learning_rate)
+        expect(0 < rate < math.inf, "learning_rate > 0", self.learning_rate)
+        decay = check_number("weight_decay", self.weight_decay)
+        expect(0 <= decay < math.inf, "weight_decay >= 0", self.weight_decay)
+        share = check_number("validation", self.validation)
+        expect(0 <= share < 1, "0 <= validation < 1", self.validation)
+        for name in ("loss", "augment"):
+            function = getattr(self, name)
+            expect(function is None or callable(function), f"{name} to be a function", function)
+        seed = check_number("seed", self.seed)
+        expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", self.seed)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, without the data."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "data"}
+        return {**plain, "loss": _name_of(self.loss), "augment": _name_of(self.augment)}
+
+    def summary(self, result: WarmStartResult) -> str:
+        """For the record: what was done with the data."""
+        augmented = "" if self.augment is None else f", augmented by {_name_of(self.augment)}"
+        return (
+            f"warm start: {result.epochs} epochs of Adam at {self.learning_rate:g}, batches of "
+            f"{self.batch_size}{augmented}, seed {self.seed}"
+        )
+
+    def run(
+        self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
+    ) -> WarmStartResult:
+        """Train the trainable parameters of the model, in place.
+
+        Where training does not lower the held-out loss, and after an error or an interruption,
+        the model is as it was. Its modes and torch's random state always are.
+        """
+        _check_model(model)
+        losses = _CriterionLoss(criterion) if self.loss is None else self.loss
+        with (
+            seeded(model, self.seed) as reseed,
+            _put_back_on_error(model) as found,
+            torch.enable_grad(),
+            _progress_bar(visible=progress) as bar,
+        ):
+            data = _labelled(self.data)
+            if isinstance(losses, _CriterionLoss):
+                losses.check_labels(model, data)
+            searched, held_out = self._split(data.count)
+
+            def from_the_start(samples: Tensor) -> _Trainer:
+                found.restore()
+                reseed()
+                return _Trainer(self, model, losses, data, samples)
+
+            curve: list[float] = []
+            if len(held_out):
+                curve = self._held_out_curve(from_the_start(searched), held_out, bar)
+            epochs = curve.index(min(curve)) if curve else self.max_epochs
+            trainer = from_the_start(torch.arange(data.count))
+            for _ in bar.track(range(epochs), description="warm start: all samples"):
+                trainer.epoch()
+        return WarmStartResult(
+            epochs=epochs,
+            held_out_loss_before=curve[0] if curve else None,
+            held_out_loss_best=min(curve) if curve else None,
+            history=tuple(curve[1:]),
+            samples=data.count,
+        )
+
+    def _split(self, count: int) -> tuple[Tensor, Tensor]:
+        """The samples to train on while searching, and those held out."""
+        if self.validation == 0:
+            return torch.arange(count), torch.arange(0)
+        if count < FEWEST_TO_SPLIT:
+            raise ValueError(
+                f"Expected at least {FEWEST_TO_SPLIT} public samples to hold some out, got "
+                f"{count}. Pass more, or validation=0 to train for exactly max_epochs."
+            )
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+        held_out = min(max(round(count * self.validation), 1), count - 1)
+        return order[held_out:], order[:held_out]
+
+    def _held_out_curve(self, trainer: _Trainer, held_out: Tensor, bar: Progress) -> list[float]:
+        """The held-out loss before training and after each epoch."""
+        curve, best = [trainer.mean_loss(held_out)], 0
+        task = bar.add_task("warm start", total=self.max_epochs)
+        for epoch in range(1, self.max_epochs + 1):
+            trainer.epoch()
+            curve.append(trainer.mean_loss(held_out))
+            text = f"warm start: held-out loss {curve[-1]:.4f}"
+            bar.update(task, completed=epoch, description=text)
+            if curve[epoch] < curve[best]:
+                best = epoch
+            elif epoch - best >= self.patience:
+                break
+        return curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartResult:
+    """What a warm start did; the losses are None where nothing was held out.
+
+    `epochs` is how often it went over all samples, 0 if that did not help; `history` is the
+    held-out loss after each epoch of the search for this number.
+    """
+
+    epochs: int
+    held_out_loss_before: float | None
+    held_out_loss_best: float | None
+    history: tuple[float, ...]
+    samples: int
+
+    def describe(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {**asdict(self), "history": list(self.history)}
+
+
+class _Trainer:
+    """Adam on some of the public samples, with its own state, an epoch at a time."""
+
+    def __init__(
+        self,
+        config: WarmStart,
+        model: nn.Module,
+        losses: SampleLosses,
+        data: PublicData,
+        samples: Tensor,
+    ) -> None:
+        self._model, self._losses, self._data, self._samples = model, losses, data, samples
+        self._batch_size, self._augment = config.batch_size, config.augment
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.Adam(
+            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+        # Another seed than the split's, or the first order would be the split's order.
+        self._shuffle = torch.Generator().manual_seed(config.seed + 1)
+
+    def epoch(self) -> None:
+        """Once over the samples, in a new order."""
+        self._model.train()
+        order = self._samples[torch.randperm(len(self._samples), generator=self._shuffle)]
+        finite = []
+        for batch in order.tensor_split(math.ceil(len(order) / self._batch_size)):
+            self._optimizer.zero_grad()
+            # Samples of other shapes come as other pieces.
+            for losses in self._losses_of(batch, self._augment):
+                loss = losses.sum() / len(batch)
+                loss.backward()
+                finite.append(loss.detach().isfinite())
+            self._optimizer.step()
+        # Asked once an epoch, since the answer waits for the device. The weights too: a finite
+        # loss can have a gradient that is not.
+        finite += [p.detach().isfinite().all() for p in self._parameters]
+        if not all(map(bool, finite)):
+            raise ValueError(_DIVERGED)
+
+    def mean_loss(self, samples: Tensor) -> float:
+        """The mean loss of the samples in evaluation mode."""
+        self._model.eval()
+        with torch.no_grad():
+            sums = [x.double().sum() for x in self._losses_of(samples)]
+        mean = float(torch.stack(sums).sum()) / len(samples)
+        if not math.isfinite(mean):
+            raise ValueError(_DIVERGED if self._optimizer.state else _NOT_FINITE_BEFORE)
+        return mean
+
+    def _losses_of(
+        self, samples: Tensor, augment: Callable[[Any], Any] | None = None
+    ) -> Iterator[Tensor]:
+        """One loss per sample, in as few pieces as the batch size and their shapes allow."""
+        device, chosen = _device(self._model), samples.sort().values
+        for indices, inputs, labels in self._data.pieces(self._batch_size, chosen):
+            seen = move(inputs, device)
+            if augment is not None:
+                seen = augment(seen)
+            losses = self._losses(self._model, seen, move(labels, device))
+            if losses.shape != indices.shape:
+                raise ValueError(
+                    f"Expected loss to return one loss per sample, shape ({len(indices)},), got "
+                    f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
+                )
+            yield losses
+
+
+_DIVERGED = (
+    "The warm start diverged: the loss or the weights are no longer finite. Lower learning_rate. "
+    "The model is as it was before."
+)
+_NOT_FINITE_BEFORE = (
+    "The loss on the public data is not finite even before the warm start. Look for NaN and "
+    "infinity in the weights of the model, and for inputs of a scale that it cannot take."
+)
+
+
+class _Found:
+    """The trainable weights, the buffers and the modes that a model came with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._buffers = [(b, b.clone()) for b in model.buffers()]
+
+    def restore(self) -> None:
+        """Weights and buffers, in the tensors that held them."""
+        with torch.no_grad():
+            for tensor, content in (*self._weights, *self._buffers):
+                tensor.copy_(content)
+        for module, _, buffers in self._modules:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+    def restore_modes(self) -> None:
+        """Training or evaluation, module by module; and no gradient of public data stays."""
+        for module, training, _ in self._modules:
+            module.training = training
+        for parameter, _ in self._weights:
+            parameter.grad = None
+
+
+@contextmanager
+def _put_back_on_error(model: nn.Module) -> Iterator[_Found]:
+    """Whatever goes wrong, an interruption too, the model is as it was."""
+    found = _Found(model)
+    try:
+        yield found
+    except BaseException:
+        found.restore()
+        raise
+    finally:
+        found.restore_modes()
+
+
+def _progress_bar(*, visible: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    where = Console(quiet=not visible)  # a disabled bar may still end its line
+    return Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet)
+
+
+class _CriterionLoss:
+    """One loss per sample by the criterion of the private run."""
+
+    def __init__(self, criterion: nn.Module | None) -> None:
+        if criterion is None:
+            raise ValueError(
+                "Expected a criterion or a loss to train with on public data, got neither. Pass "
+                "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
+            )
+        self._given = criterion
+        self._criterion = SampleCriterion(criterion, instead="WarmStart(loss=...)")
+
+    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        return self._criterion(model, inputs, labels)
+
+    def check_labels(self, model: nn.Module, data: PublicData) -> None:
+        """All of them before training, not one by one as they come."""
+        if not takes_classes(self._given):
+            return
+        model.eval()
+        with torch.no_grad():
+            _, inputs, _ = next(data.pieces(1))
+            outputs = self._criterion.outputs(call(model, move(inputs, _device(model))), 1)
+        check_classes(data, outputs, self._given, otherwise="leave out samples of other classes")
+
+
+def _name_of(function: Callable[..., Any] | None) -> str | None:
+    """What a record calls a function: an object by its settings, a function by its name."""
+    if function is None:
+        return None
+    if is_dataclass(function):
+        return repr(function)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _labelled(source: object) -> PublicData:
+    data = PublicData.of(source)
+    if not data.labelled:
+        raise ValueError(
+            f"Expected labelled public data for a warm start, got '{data.name}' without labels. "
+            "Pass inputs and labels, or leave the warm start out."
+        )
+    return data
+
+
+def _check_model(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "Expected a model with a trainable parameter: unfreeze what the warm start is to train."
+        )
+    if captures_on(model):
+        raise ValueError(
+            "The model belongs to a private run, which would take public samples for private ones. "
+            "Warm start it before make_private, or call detach() on its engine first."
+        )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,1 @@
+"""Where gradients live: principal directions, the residual beside them, and their sources."""

@@ -1,0 +1,233 @@
+"""What is left of gradients outside a subspace, and how long it can be at most.
+
+The residual of g is r = g − Σ_j a_j h_j. Its norm by ‖g‖² − ‖Bg‖² cancels: for gradients almost in
+the span, float32 returns anything, and a norm that came out too small would clip too little. So the
+norm is taken of the residual itself, and *what was measured is what is summed*: the rows of r are
+written out and kept until their sum is taken. Then the norm is known up to its own rounding, in
+every precision and whatever B is.
+
+Two kinds of rows are not kept. Where a layer's inner products come from its factors, in float64,
+the quadratic form ‖g‖² − 2Σ a_j⟨g, h_j⟩ + Σ a_j a_l⟨h_j, h_l⟩ has the norm at a fraction of the
+cost. And rows that take more memory than `_memory` allows are written out a few lines at a time.
+Their sum is wᵀJ − (wᵀA)H, and what rounding can hide between the measured vector and the summed one
+comes on top of the norm (see `numerics`), in IEEE float32 whatever torch is set to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dpspan.gradients.layers.embedding import Lookup
+from dpspan.gradients.layers.linear import Outer
+from dpspan.gradients.layers.pairs import line_blocks
+from dpspan.gradients.layers.terms import Rows, Stack, Term, kept
+from dpspan.gradients.numerics import Arithmetic, bounds, exact, ieee, minus_product, squared_norms
+from dpspan.gradients.operator import Pack, PerSampleGradients, usable_weights
+
+_FLOAT64 = Arithmetic(2.0**-53, 0.0)
+_LEAST = 2.0**-53  # no error below is smaller than this share of a length
+
+# Most memory for rows that are kept: a constant of a CPU, a share of a GPU's own.
+_KEPT_BYTES, _KEPT_SHARE = 4 * 2**30, 0.25
+
+# A sum wᵀJ − (wᵀA)H may cancel. What its rounding leaves is relative to ‖w_i g_i‖, so a residual
+# that is not kept counts as no shorter than this share of what was taken off.
+_CANCELLATION = 2.0**-6
+
+Names = tuple[str, ...]  # of the parameters in a pack
+
+
+class Residual:
+    """Rows J − A H."""
+
+    def __init__(
+        self,
+        gradients: PerSampleGradients,
+        anchors: PerSampleGradients,
+        shares: Tensor,
+        *,
+        taken: Tensor,
+        kernels: Mapping[Names, tuple[Tensor, Tensor]],
+    ) -> None:
+        self._gradients = gradients  # J
+        self._anchors = anchors  # H
+        self._shares = shares  # A (n, m) float64
+        self._taken = taken  # (n,) the length of A H: of the embedding
+        self._kernels = kernels  # by pack: J Hᵀ and H Hᵀ in float64
+
+    def norm_bounds(self) -> Tensor:
+        """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64."""
+        _, squares = self._squared_norms
+        # As in PerSampleGradients: the weights are rounded to working precision.
+        bound = (1 + 16 * Arithmetic.of(self._gradients.like).unit) * squares.sqrt()
+        return bound if self._all_kept else torch.maximum(bound, _CANCELLATION * self._taken)
+
+    def norms(self) -> Tensor:
+        """Norms of the residuals, (n,) float64."""
+        values, _ = self._squared_norms
+        return values.sqrt()
+
+    @exact()
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """wᵀ(J − A H), by parameter."""
+        like, scale = self._gradients.like, self._gradients.scale
+        scaled = (weights * scale).to(like)
+        used = usable_weights(scaled)  # a weight that is dropped for J is dropped for H too
+        rounded = torch.where(used, scaled, 0.0)
+        dropped = None if like.device.type == "cpu" and bool(used.all()) else ~used
+        sums: dict[str, Tensor] = {}
+        with ieee(like):
+            for names, rows in self._rows.items():
+                sizes = [self._gradients.shapes[name].numel() for name in names]
+                parts = (rounded @ kept(rows, dropped))[: sum(sizes)].split(sizes)
+                sums |= dict(zip(names, parts, strict=True))
+            others = [name for name in self._gradients.shapes if name not in sums]
+            if others:
+                shares = torch.where(used.unsqueeze(1), self._shares, 0.0)
+                taken = torch.where(used, weights, 0.0).to(shares) @ shares  # 0 · NaN is not 0
+                own = self._gradients.select(others).combine(weights)
+                spanned = self._anchors.select(others).combine(taken, finite=True)
+                sums |= {name: own[name] - spanned[name] for name in others}
+        return {name: sums[name].view(shape) for name, shape in self._gradients.shapes.items()}
+
+    @cached_property
+    def _rows(self) -> dict[Names, Tensor]:
+        """The rows of r that are kept, by pack, in the units of J as it was recorded."""
+        own, anchors = self._gradients.packs, self._anchors.packs
+        names = [each for each in anchors if each not in self._kernels]
+        numbers = self._gradients.samples * sum(anchors[each].shape.numel() for each in names)
+        like = self._gradients.like
+        if numbers * like.element_size() > _memory(like.device):
+            return {}
+        shares = (self._shares * (self._anchors.scale / self._gradients.scale)).to(like)
+        return {
+            each: torch.cat(
+                [
+                    minus_product(left, shares, right)
+                    for left, right in line_blocks(
+                        own[each].term if each in own else self._zeros(anchors[each]).term,
+                        anchors[each].term,
+                        anchors[each].shape,
+                    )
+                ],
+                dim=1,
+            )
+            for each in names
+        }
+
+    @property
+    def _all_kept(self) -> bool:
+        return set(self._rows) >= set(self._anchors.packs)
+
+    @cached_property
+    def _squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Squared norms and their upper bounds, over all parameters."""
+        with exact():
+            rows = self._rows
+            with ieee(self._gradients.like):  # as `combine`
+                return self._measure(rows)
+
+    def _measure(self, rows: Mapping[Names, Tensor]) -> tuple[Tensor, Tensor]:
+        own, anchors, scale = self._gradients.packs, self._anchors.packs, self._gradients.scale
+        arithmetic = Arithmetic.of(self._gradients.like)
+        # In the units of J as it was recorded; the scale comes back at the end.
+        shares = self._shares * (self._anchors.scale / scale)
+        # The length of what is taken off each row, pack by pack, if nothing in it cancelled.
+        lengths = self._anchors.pack_magnitudes
+        # (`combine` drops weights that are subnormal: no more than the last term.)
+        lost = torch.finfo(self._gradients.like.dtype).tiny * lengths.sum(1, keepdim=True)
+        taken = dict(zip(anchors, lengths @ shares.abs().T + lost / _LEAST, strict=True))
+        rounded = shares.to(self._gradients.like)
+        value = torch.zeros(len(shares), dtype=torch.float64, device=shares.device)
+        bound = value.clone()
+        for names in own | anchors:
+            if names in rows:
+                square = squared_norms(rows[names])
+                hidden = (arithmetic.norm + arithmetic.summand) * square.sqrt()
+            elif names in self._kernels:
+                square, hidden = _by_kernel(
+                    own[names], anchors[names], shares, taken[names], *self._kernels[names]
+                )
+            elif names in anchors:
+                mine = own[names] if names in own else self._zeros(anchors[names])
+                square, hidden = _by_rows(mine, anchors[names], rounded, taken[names])
+            else:  # the subspace has no part in these parameters
+                square, hidden = _untouched(own[names])
+            value += square
+            bound += (square.sqrt() + hidden).square()
+        return value * scale**2, bound * scale**2
+
+    def _zeros(self, pack: Pack) -> Pack:
+        """The rows of parameters that took no part in the private batch."""
+        zero = self._gradients.like.new_zeros(())
+        return Pack(Rows(zero.expand(self._gradients.samples, pack.shape.numel())), pack.shape)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes for rows that are kept."""
+    if device.type != "cuda":
+        return _KEPT_BYTES
+    return _KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _by_rows(own: Pack, anchors: Pack, shares: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of the rows of r in one pack, and how much longer than that they can be."""
+    arithmetic = Arithmetic.of(shares)
+    parts = [
+        squared_norms(minus_product(left, shares, right))
+        for left, right in line_blocks(own.term, anchors.term, own.shape)
+    ]
+    square = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    # `combine` sums products of factors, not these rows (which were rounded, then combined).
+    mine = arithmetic.product(own.term.depth) + arithmetic.summand
+    others = arithmetic.product(anchors.term.depth) + arithmetic.summand
+    others += arithmetic.product(shares.shape[1] + 2)
+    if isinstance(own.term, Rows):  # of g = r + Σ a_j h_j, rather than one more pass over the rows
+        return square, (mine + arithmetic.norm) * square.sqrt() + 2 * (mine + others) * taken
+    length = own.term.magnitudes().sqrt()
+    return square, arithmetic.norm * square.sqrt() + (mine + others) * length + others * taken
+
+
+def _by_kernel(
+    own: Pack, anchors: Pack, shares: Tensor, taken: Tensor, cross: Tensor, gram: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same from inner products in float64, which leave room for the cancellation."""
+    precise = _double(own.term).squared_norms(_FLOAT64)
+    square = precise.value - 2 * (shares * cross).sum(1) + (shares @ gram * shares).sum(1)
+    square = square.clamp(min=0)
+    length = precise.magnitude.sqrt() + taken  # what all rounding is relative to
+    terms = _width(own.term) + max(own.term.depth, anchors.term.depth) ** 2 + len(gram)
+    unit = precise.value_error + precise.magnitude_error + 8 * _FLOAT64.product(terms)
+    longer = (square + unit * length.square()).sqrt() - square.sqrt()
+    summand = Arithmetic.of(own.term.rows(0, 0)).summand
+    return square, longer + (summand + precise.summand_error) * length
+
+
+def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
+    """The squared norms of g itself."""
+    norms = own.term.squared_norms(Arithmetic.of(own.term.rows(0, 0)))
+    errors = norms.value.new_tensor(
+        [[norms.value_error, norms.magnitude_error, norms.summand_error]]
+    )
+    bound = bounds(norms.value[None], norms.magnitude[None], errors)[0]
+    return norms.value, bound.sqrt() - norms.value.sqrt()
+
+
+def _double(term: Term) -> Term:
+    """The same term with factors in float64."""
+    if isinstance(term, Stack):
+        return Stack([_double(part) for part in term.parts])
+    assert isinstance(term, Outer | Lookup)  # the terms that have a kernel
+    return term.double()
+
+
+def _width(term: Term) -> int:
+    """Length of the longest product in a kernel."""
+    if isinstance(term, Stack):
+        return max(_width(part) for part in term.parts)
+    assert isinstance(term, Outer | Lookup)
+    return max(term.b.shape[2], term.a.shape[2] if isinstance(term, Outer) else 1)

@@ -1,0 +1,262 @@
+"""A low-dimensional subspace of parameter space, spanned by gradients and written in coefficients.
+
+The paper's B (k × p, orthonormal rows) is C H: H are m gradients, kept as the operator they are,
+and C is k × m (see `solvers`). Then
+
+    embedding of gradients J    J Bᵀ = (J Hᵀ) Cᵀ
+    a vector z back in R^p      zᵀB = (zᵀC) H
+    residual of gradients       J − (J Bᵀ) B = J − A H,  A = (J Bᵀ) C
+
+so no p × k matrix exists. Where one is cheaper (few directions of many gradients, used for several
+steps), it is the same thing with H = B and C = I: `explicit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpspan.gradients.layers.pairs import inner, line_blocks
+from dpspan.gradients.layers.terms import Rows
+from dpspan.gradients.numerics import Arithmetic, exact, ieee, product
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.subspaces.residual import Residual
+from dpspan.subspaces.solvers import Basis, Eigh, Solver
+
+
+class Subspace:
+    """The span of B = C H.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> def loss(model, x, y):
+        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(20, 4), torch.arange(20) % 3
+        >>> H = dpspan.per_sample_gradients(model, loss, x[:10], y[:10])
+        >>> J = dpspan.per_sample_gradients(model, loss, x[10:], y[10:])
+        >>> V = dpspan.Subspace.from_gradients(H, rank=5)
+        >>> V.embed(J).shape
+        torch.Size([10, 5])
+        >>> {name: value.shape for name, value in V.lift(torch.ones(5)).items()}
+        {'weight': torch.Size([3, 4]), 'bias': torch.Size([3])}
+        >>> bool((V.captured_energy(J) <= 1.001).all())
+        True
+    """
+
+    def __init__(
+        self,
+        gradients: PerSampleGradients,
+        basis: Basis,
+        kernels: Mapping[tuple[str, ...], Tensor],
+    ) -> None:
+        self.gradients = gradients  # H
+        self.coefficients = basis.coefficients  # C
+        self.eigenvalues = basis.eigenvalues
+        self.kernels = kernels  # K by parameter, where it came from factors alone
+
+    @classmethod
+    @exact()
+    def from_gradients(
+        cls,
+        gradients: PerSampleGradients,
+        rank: int,
+        *,
+        solver: Solver | None = None,
+        previous: Tensor | None = None,
+    ) -> Subspace:
+        """The top `rank` principal directions of the gradients (fewer, if they span fewer).
+
+        `previous` are the coefficients of the step before, on the same samples: an iterative
+        solver starts from them.
+        """
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"Expected rank an int of at least 1, got {rank!r}.")
+        if gradients.samples == 0:
+            raise ValueError("Expected at least one gradient to span a subspace, got none.")
+        m = gradients.samples
+        gram = torch.zeros(m, m, dtype=torch.float64, device=gradients.device)
+        kernels = {}
+        for names, (term, shape) in gradients.packs.items():
+            by_kernel = term.kernel(term)
+            if by_kernel is not None:
+                kernels[names] = by_kernel
+            gram += inner(term, term, shape) if by_kernel is None else by_kernel
+        gram *= gradients.scale**2
+        start = None
+        if previous is not None and previous.shape == (min(rank, m), m):
+            start = previous
+        solver = Eigh() if solver is None else solver
+        # Solvers have errors of their own for what is not finite; here it gives no directions.
+        finite = torch.isfinite(gram).all()
+        gram = torch.where(finite, gram, 0.0)
+        floor = _rounding(gradients) * gram.diagonal().max()
+        basis = solver(gram, min(rank, m), floor=floor, previous=start)
+        coefficients = torch.where(finite, basis.coefficients, math.nan)
+        return cls(gradients, Basis(coefficients, basis.eigenvalues), kernels)
+
+    @property
+    def dimensions(self) -> int:
+        """Length of an embedding: the rank that was asked for, or m."""
+        return self.coefficients.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """How many of the directions are there; the others are zero."""
+        return int(self.live)
+
+    @cached_property
+    def live(self) -> Tensor:
+        """`rank`, without waiting for a GPU."""
+        return (self.coefficients != 0).any(1).sum()
+
+    @exact()
+    def embed(self, gradients: PerSampleGradients) -> Tensor:
+        """J Bᵀ, (n, k) float64."""
+        embedding, _ = self._embed(self._comparable(gradients))
+        return embedding
+
+    @exact()
+    def split(self, gradients: PerSampleGradients) -> tuple[Tensor, Residual]:
+        """J Bᵀ, and J − (J Bᵀ) B: each gradient inside and outside of the subspace."""
+        gradients = self._comparable(gradients)
+        embedding, kernels = self._embed(gradients)
+        pairs = {names: (kernel, self.kernels[names]) for names, kernel in kernels.items()}
+        return embedding, Residual(
+            gradients,
+            self.gradients,
+            embedding @ self.coefficients,
+            taken=torch.linalg.vector_norm(embedding, dim=1),
+            kernels=pairs,
+        )
+
+    def _comparable(self, gradients: PerSampleGradients) -> PerSampleGradients:
+        if gradients.shapes != self.gradients.shapes:
+            raise ValueError("Expected gradients of the parameters that the subspace is made of.")
+        return gradients.aligned(self.gradients)
+
+    def _embed(self, gradients: PerSampleGradients) -> tuple[Tensor, dict[tuple[str, ...], Tensor]]:
+        """The embedding, and J Hᵀ by parameter where both H Hᵀ and it come from factors alone."""
+        anchors, kernels = self.gradients, {}
+        products = torch.zeros(
+            gradients.samples, anchors.samples, dtype=torch.float64, device=gradients.device
+        )
+        for names, (term, shape) in gradients.packs.items():
+            if names not in anchors.packs:
+                continue
+            other = anchors.packs[names].term
+            by_kernel = term.kernel(other)
+            if by_kernel is None:
+                products += inner(term, other, shape)
+                continue
+            products += by_kernel
+            if names in self.kernels:
+                kernels[names] = by_kernel
+        products *= gradients.scale * anchors.scale
+        return products @ self.coefficients.T, kernels
+
+    def weights(self, z: Tensor) -> Tensor:
+        """What a vector of the subspace weighs each gradient with: zᵀB = weights(z)ᵀ H."""
+        return self.coefficients.T @ z.to(self.coefficients)
+
+    @exact()
+    def lift(self, z: Tensor) -> dict[str, Tensor]:
+        """zᵀB, a vector of the subspace by parameter."""
+        if z.shape != (self.dimensions,):
+            raise ValueError(
+                f"Expected a vector of length {self.dimensions}, got {tuple(z.shape)}."
+            )
+        with ieee(self.gradients.like):  # weights of near directions are large and cancel
+            return self.gradients.combine(self.weights(z))
+
+    @exact()
+    def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """B v for one vector in parameter space."""
+        shapes = self.gradients.shapes
+        if {name: value.shape for name, value in vector.items()} != shapes:
+            raise ValueError("Expected a vector over the parameters that the subspace is made of.")
+        rows: dict[str, list[Any]] = {name: [Rows(vector[name][None])] for name in shapes}
+        like = next(iter(vector.values()))
+        return self.embed(PerSampleGradients(shapes, rows, 1, like=like))[0]
+
+    def project(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """BᵀB v: the part of a vector that lies in the subspace."""
+        return self.lift(self.embed_vector(vector))
+
+    @exact()
+    def explicit(self) -> Subspace:
+        """The same subspace with its basis written out: k × p numbers, and C = I."""
+        c = (self.coefficients * self.gradients.scale).to(self.gradients.like)
+        rows: dict[str, list[Any]] = {}
+        for name, term in self.gradients.terms.items():
+            shape = self.gradients.shapes[name]
+            parts = [product(c, lines) for lines, _ in line_blocks(term, term, shape)]
+            rows[name] = [Rows(torch.cat(parts, dim=1).view(len(c), *shape))]
+        shapes, like = self.gradients.shapes, self.gradients.like
+        identity = (self.coefficients != 0).any(1).double().diag()
+        return Subspace(
+            PerSampleGradients(shapes, rows, len(c), like=like),
+            Basis(identity, self.eigenvalues),
+            {},
+        )
+
+    def captured_energy(self, gradients: PerSampleGradients) -> Tensor:
+        """‖B g‖²/‖g‖² of each gradient, (n,), between 0 and 1; 0 for a gradient of zero."""
+        norms = gradients.norms().square()
+        tiny = torch.finfo(norms.dtype).tiny
+        energy = self.embed(gradients).square().sum(1) / norms.clamp(min=tiny)
+        return energy.clamp(max=1.0)
+
+    @exact()
+    def projection_error(self, gradients: PerSampleGradients) -> Tensor:
+        """‖Σ r‖/‖Σ g‖: how much of a batch's gradient lies outside (GEP's figures 4 and 7)."""
+        ones = torch.ones(gradients.samples, dtype=torch.float64, device=gradients.device)
+        whole = gradients.combine(ones)
+        inside = self.lift(self.embed(gradients).sum(0))
+        pairs = [(whole[name].double(), inside[name].double()) for name in whole]
+        outside = torch.stack([(g - p).square().sum() for g, p in pairs]).sum()
+        length = torch.stack([g.square().sum() for g, _ in pairs]).sum()
+        return (outside / length.clamp(min=torch.finfo(length.dtype).tiny)).sqrt()
+
+    @exact()
+    def residual_eigenvalues(self, gradients: PerSampleGradients) -> Tensor:
+        """Eigenvalues of the Gram matrix of what lies outside, descending (GEP's figure 5)."""
+        embedding = self.embed(gradients)
+        left = gradients.gram(gradients) - embedding @ embedding.T
+        values: Tensor = torch.linalg.eigvalsh(left)
+        return values.flip(0).clamp(min=0)
+
+    def drift(self, earlier: Subspace) -> Tensor:
+        """How far this subspace is from an earlier one: mean of sin² of the principal angles.
+
+        0 for the same subspace, 1 for orthogonal ones.
+        """
+        cosines = earlier.coefficients @ earlier.gradients.gram(self.gradients)
+        shared = (cosines @ self.coefficients.T).square().sum()
+        return (1 - shared / torch.minimum(self.live, earlier.live).clamp(min=1)).clamp(0, 1)
+
+
+def stable_rank(eigenvalues: Tensor) -> Tensor:
+    """‖G‖_F²/‖G‖² of a gradient matrix from the eigenvalues of its Gram matrix G Gᵀ."""
+    values = eigenvalues.clamp(min=0)
+    return values.sum() / values.max().clamp(min=torch.finfo(values.dtype).tiny)
+
+
+def _rounding(gradients: PerSampleGradients) -> float:
+    """Eigenvalues below this share of the longest gradient's ‖h‖² are rounding.
+
+    The share is of ‖h‖², not of the largest eigenvalue: that is up to m times as much where the
+    gradients have a direction in common, and their rounding does not grow with it. Errors along the
+    common direction do, but they turn it a little, and move the other eigenvalues by their square.
+    """
+    arithmetic = Arithmetic.precise(gradients.like)
+    size = sum(shape.numel() for shape in gradients.shapes.values())
+    # Rounded factors err independently, so their errors average out over the p products.
+    unit = arithmetic.unit + arithmetic.factor / math.sqrt(size)
+    return 8 * unit * math.sqrt(gradients.samples)

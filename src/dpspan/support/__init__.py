@@ -1,0 +1,1 @@
+"""What every room leans on: checks, errors, files, randomness, a model left as found."""

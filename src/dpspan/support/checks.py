@@ -1,0 +1,58 @@
+"""Checks of arguments: a refusal says what was expected and what came, and never shows data."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+_LONGEST = 60  # of a text that may be shown
+
+
+def expect(holds: bool, what: str, value: Any) -> None:
+    """ValueError naming `what` was expected, unless it holds."""
+    if not holds:
+        raise ValueError(f"Expected {what}, got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """What a message may say of a value: a setting itself, of all that may be data its kind."""
+    short = isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+    if value is None or short or isinstance(value, Real | type):
+        return repr(value)
+    size = f" of {len(value)}" if isinstance(value, list | tuple | str | dict | set) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """A hint for whoever misspelt one of the names, which may be data and are not listed."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_number(name: str, value: Any) -> float | int:
+    """The value as a plain number; neither a truth value nor NaN is one."""
+    a_number = not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)
+    expect(a_number, f"{name} to be a number", value)
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def check_count(name: str, value: Any) -> int:
+    """The value as a plain int of at least 1."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    expect(whole and value >= 1, f"{name} to be a whole number of at least 1", value)
+    return int(value)
+
+
+def check_delta(name: str, value: Any) -> float:
+    """The value as a δ, strictly between 0 and 1."""
+    expect(0 < check_number(name, value) < 1, f"0 < {name} < 1", value)
+    return float(value)
+
+
+def describe(rule: object) -> str:
+    """A rule's (or function's) name and public configuration, the same in every process."""
+    if dataclasses.is_dataclass(rule):
+        return repr(rule)
+    return getattr(rule, "__qualname__", type(rule).__qualname__)

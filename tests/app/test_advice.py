@@ -1,0 +1,297 @@
+"""Advice from public data: nothing private is touched, noise is the real run's, no overclaims."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from typing import Any, Never
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart, calibrate
+from dpspan.accounting.events import pure_event
+from dpspan.app.advice import Advice, Trial, advise, usual_contenders
+from dpspan.app.advice.results import conclude
+from dpspan.app.advice.stand_in import public_of, rehearsal
+from dpspan.app.comparison import Contender, Task
+from dpspan.public.data import PublicData
+from dpspan.public.overlap import fingerprints
+
+
+class Untouchable(Dataset[Any]):
+    """Private records: whoever looks at them, or counts them, fails."""
+
+    def __len__(self) -> Never:
+        raise AssertionError("the private records were counted")
+
+    def __getitem__(self, index: int) -> Never:
+        raise AssertionError("a private record was read")
+
+
+def blobs(count: int, seed: int, shift: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 2
+    return torch.randn(count, 4, generator=draw) + shift * labels[:, None], labels
+
+
+def network() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def task_of(public: Any, **changes: Any) -> Task:
+    settings_: dict[str, Any] = {
+        "model": network,
+        "private": Untouchable(),
+        "test": Untouchable(),
+        "batch_size": 100,
+        "epochs": 2,
+        "budget": Budget(epsilon=1.0, delta=1e-5),
+        "public": public,
+    }
+    if public is not None and isinstance(public, tuple):
+        settings_["warm_start"] = WarmStart(data=public, max_epochs=3)
+    return Task(**(settings_ | changes))
+
+
+PLAIN = Contender(name="DP-SGD", method=DPSGD(clip=1.0), learning_rate=9.0)
+
+
+def gep(public: Any) -> Contender:
+    method = GEP(public=public, rank=3, clip=1.0)
+    return Contender(name="GEP", method=method, learning_rate=9.0)
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    public = blobs(200, 0)
+    return advise(task_of(public), [PLAIN, gep(public[0])], records=400, rates=(0.1, 1.0), folds=3)
+
+
+class TestAdvise:
+    def test_private_records_are_never_touched(self, advice: Advice) -> None:
+        names = [trial.name for trial in advice.trials]
+        assert names == ["public only", "warm start + DP-SGD", "DP-SGD", "GEP"]
+        assert advice.recommended in names
+
+    def test_rates_come_from_the_grid_and_ends_are_marked(self, advice: Advice) -> None:
+        for trial in advice.trials:
+            if trial.private:
+                assert trial.learning_rate in (0.1, 1.0)
+                assert trial.at_the_end
+            else:
+                assert trial.learning_rate is None
+            assert len(trial.values) == 2  # the first fold found the rates
+        assert any("widen rates=" in note for note in advice.notes)
+
+    def test_it_says_what_it_assumes(self, advice: Advice) -> None:
+        text = " ".join(advice.sentences())
+        assert "An extrapolation: 90 public samples stood in for 400 records" in text
+        assert "Assumes that private records resemble the public ones" in text
+
+    def test_it_can_be_printed_and_kept(self, advice: Advice) -> None:
+        console = Console(width=120, file=io.StringIO(), record=True)
+        console.print(advice)
+        text = console.export_text()
+        assert f"→ {advice.recommended}" in text
+        assert "Rehearsed on public data (ε = 0)" in text
+        assert json.loads(advice.to_json())["recommended"] == advice.recommended
+
+    def test_another_stand_in_leaves_the_public_data_as_it_is(self) -> None:
+        public, stand_in = blobs(40, 0), blobs(200, 1, shift=-3.0)
+        start = WarmStart(data=public, max_epochs=60, learning_rate=0.1)
+        # So little noise that no draw of it can blur what is asserted.
+        budget = Budget(epsilon=50.0, delta=1e-5)
+        task = task_of(public, warm_start=start, epochs=10, budget=budget)
+        advice = advise(task, [PLAIN], records=150, stand_in=stand_in, rates=(1.0,), folds=4)
+        assert advice.notes == ()  # as many records as the real run, and its own public data
+        free = next(trial for trial in advice.trials if not trial.private)
+        plain = next(trial for trial in advice.trials if trial.name == "DP-SGD")
+        # The classes are the other way round in the stand-in: public labels mislead there.
+        assert free.mean < 0.7 < 0.9 < plain.mean
+        assert advice.recommended != "public only"
+
+    def test_the_noise_is_that_of_the_real_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever is paid before, whichever accountant, and as many records as the task says."""
+        noises: dict[str, float] = {}
+
+        def note(task: Task, contender: Contender, seed: int, noise: float, rate: float) -> float:
+            noises[contender.name] = noise * task_.batch_size / task.batch_size
+            return 0.5
+
+        monkeypatch.setattr(sys.modules[advise.__module__], "rehearse", note)
+        task_ = task_of(blobs(200, 0), records=400, accountant="rdp")
+        ledger = Ledger()
+        ledger.charge(pure_event(0.4))
+        paying = dataclasses.replace(PLAIN, name="paying", paid=ledger.state_dict())
+        advice = advise(task_, [PLAIN, paying], rates=(1.0,), folds=3)
+        shared = {"target_delta": 1e-5, "sample_rate": 0.25, "steps": 8, "accountant": "rdp"}
+        assert noises["DP-SGD"] == pytest.approx(calibrate(1.0, **shared))
+        assert noises["paying"] == pytest.approx(calibrate(1.0, **shared, spent=ledger))
+        assert noises["paying"] > 1.1 * noises["DP-SGD"]
+        (note_,) = [n for n in advice.notes if "“paying”" in n]
+        assert note_.startswith("What these pay beside their steps, ε = 0.403 alone, is taken off")
+        assert "“DP-SGD”" not in note_
+
+    @pytest.mark.parametrize("public", [None, blobs(40, 0)[0]])
+    def test_without_labels_no_advice_is_free(self, public: Any) -> None:
+        with pytest.raises(ValueError, match="Expected labelled public data to rehearse on"):
+            advise(task_of(public), [PLAIN], records=400)
+
+    def test_too_small_a_stand_in(self) -> None:
+        with pytest.raises(ValueError, match="Expected a stand-in large enough for batches of 8"):
+            advise(task_of(blobs(40, 0)), [PLAIN], records=4000)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"folds": 2}, "folds an int of at least 3, got 2"),
+            ({"rates": ()}, "learning rates > 0"),
+            ({"rates": (0.0,)}, "learning rates > 0"),
+            ({"records": 0}, "records to be a whole number of at least 1"),
+        ],
+    )
+    def test_arguments_are_checked(self, wrong: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            advise(task_of(blobs(40, 0)), [PLAIN], **({"records": 400} | wrong))
+
+    def test_usual_contenders(self) -> None:
+        names = [c.name for c in usual_contenders(task_of(blobs(100, 0)))]
+        assert "DP-SGD, clip 1" in names
+        assert "GEP, rank 20, clips 1 and 0.2" in names
+        assert "warm start + PDP-SGD, rank 50" in names
+        bare = [c.name for c in usual_contenders(task_of(None))]
+        assert bare == ["DP-SGD, clip 1", "DP-SGD, clip 0.3", "RGP, rank 2"]
+
+
+class TestRehearsal:
+    @settings(max_examples=30, deadline=None)
+    @given(
+        count=st.integers(120, 400),
+        records=st.integers(100, 5000),
+        rate=st.floats(0.2, 0.9),
+        noise=st.floats(0.1, 20.0),
+        fold=st.integers(0, 5),
+    )
+    def test_noise_beside_the_mean_gradient_is_that_of_the_real_run(
+        self, count: int, records: int, rate: float, noise: float, fold: int
+    ) -> None:
+        batch = max(1, round(rate * records))
+        task = task_of(blobs(20, 0), batch_size=batch)
+        scene = rehearsal(
+            task, PublicData.of(blobs(count, 1)), records=records,
+            fold=fold, keep_public=True, others=(),
+        )  # fmt: skip
+        real, rehearsed = noise / batch, scene.noise(noise) / scene.task.batch_size
+        assert rehearsed == pytest.approx(real)
+        assert scene.sample_rate == batch / records
+        assert len(scene.task.private) <= records  # type: ignore[arg-type]
+
+    def test_parts_share_no_sample(self) -> None:
+        source = PublicData.of(blobs(200, 1))
+        scene = rehearsal(
+            task_of(blobs(20, 0)), source, records=300,
+            fold=1, keep_public=True, others=(),
+        )  # fmt: skip
+        assert scene.public is not None
+        private = torch.stack([x for x, _ in scene.task.private])
+        test = scene.task.test[:][0]
+        ((public, _),) = scene.public.batches
+        parts = [set(fingerprints(x)) for x in (private, test, public)]
+        assert sum(map(len, parts)) == len(set.union(*parts)) == 200
+
+    def test_copies_of_public_samples_are_left_out(self) -> None:
+        stand_in = blobs(200, 1)
+        other = PublicData.of((stand_in[0][:60], stand_in[1][:60]))
+        scene = rehearsal(
+            task_of(blobs(20, 0)), PublicData.of(stand_in), records=300,
+            fold=0, keep_public=False, others=(other,),
+        )  # fmt: skip
+        assert scene.public is None
+        private = torch.stack([x for x, _ in scene.task.private])
+        assert not set(fingerprints(private)) & set(fingerprints(stand_in[0][:60]))
+
+    def test_contenders_get_the_public_part(self) -> None:
+        public = blobs(60, 0)
+        scene = rehearsal(
+            task_of(public), PublicData.of(public), records=60,
+            fold=0, keep_public=True, others=(),
+        )  # fmt: skip
+        start = WarmStart(data=public)
+        original = Contender(
+            name="a", method=GEP(public=public[0], rank=50, clip=1.0), learning_rate=1.0,
+            warm_start=start,
+        )  # fmt: skip
+        changed = scene.contender(original)
+        assert public_of(changed) == (scene.public, scene.public)
+        assert changed.method.rank == 18  # type: ignore[union-attr]
+        assert [data.count for data in public_of(original)] == [60, 60]
+
+
+def trial(name: str, values: list[float], method: str | None = "DPSGD") -> Trial:
+    return Trial(
+        name=name,
+        private=method is not None,
+        warm=False,
+        settings=None if method is None else {"method": method},
+        learning_rate=1.0,
+        at_the_end=False,
+        values=tuple(values),
+    )
+
+
+class TestConclusion:
+    FREE = trial("public only", [0.60, 0.61, 0.62], None)
+    PLAIN = trial("DP-SGD", [0.80, 0.81, 0.825])
+    GEP = trial("GEP", [0.83, 0.80, 0.82], "GEP")
+
+    def test_of_equals_the_simplest(self) -> None:
+        said = conclude((self.FREE, self.PLAIN, self.GEP), ())
+        assert said.recommended == "DP-SGD"
+        assert said.tied == ("GEP",)
+        assert not said.sure
+        assert "As good, as far as the folds can tell: GEP." in said.sentences()
+
+    def test_a_clear_winner(self) -> None:
+        better = trial("GEP", [0.90, 0.91, 0.926], "GEP")
+        said = conclude((self.FREE, self.PLAIN, better), ())
+        assert said.recommended == "GEP"
+        assert said.sure
+        assert "Everything else was clearly worse." in said.sentences()
+
+    def test_nothing_private_unless_it_is_clearly_better(self) -> None:
+        near = trial("public only", [0.83, 0.79, 0.82], None)
+        said = conclude((near, self.PLAIN), ())
+        assert said.recommended == "public only"
+        assert any("spend no ε" in sentence for sentence in said.sentences())
+
+    def test_the_more_are_tried_the_harder_it_is_to_be_sure(self) -> None:
+        free, ahead = trial("public only", [0.60, 0.62, 0.61], None), [0.75, 0.80, 0.70]
+        said = conclude((free, trial("DP-SGD", ahead)), ())
+        assert said.sure
+        many = [trial(f"bad {i}", [0.60, 0.62, 0.61 + 0.001 * i]) for i in range(20)]
+        said = conclude((free, trial("DP-SGD", ahead), *many), ())
+        assert said.recommended == "DP-SGD"
+        assert not said.tied
+        assert not said.sure
+        assert any("not beyond doubt" in sentence for sentence in said.sentences())
+
+    def test_folds_that_agree(self) -> None:
+        free = trial("public only", [0.5, 0.5, 0.5], None)
+        assert conclude((free, trial("DP-SGD", [0.75, 0.75, 0.75])), ()).sure
+        assert conclude((free, trial("DP-SGD", [0.5, 0.5, 0.5])), ()).recommended == "public only"
+
+
+def test_the_stand_in_is_a_plain_dataset() -> None:
+    scene = rehearsal(
+        task_of(blobs(20, 0)), PublicData.of(blobs(100, 1)), records=100,
+        fold=0, keep_public=False, others=(),
+    )  # fmt: skip
+    assert isinstance(scene.task.test, TensorDataset)

@@ -1,0 +1,174 @@
+"""Subspaces and the public oracles that find them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from scipy import linalg, sparse
+
+from dpspan.convex.fitting import PrivateRecords
+from dpspan.convex.losses import Logistic, one_hot
+from dpspan.convex.oracles import (
+    Everything,
+    GivenBasis,
+    PublicFeatures,
+    PublicGradients,
+    PublicSide,
+)
+from dpspan.convex.rows import Rows
+from dpspan.convex.subspace import Span, Whole, rotation
+from helpers.convex_oracle import gradients
+
+RNG = np.random.default_rng
+
+
+def public(classes: int = 2, m: int = 20, p: int = 12, *, kind=np.asarray) -> PublicSide:
+    rng = RNG(0)
+    rows = Rows(kind(rng.standard_normal((m, p)) * 0.8 ** np.arange(p)), intercept=True)
+    targets = one_hot(rng.integers(classes, size=m), classes, low=0.0)
+    return PublicSide(
+        outputs=targets.shape[1], width=rows.width, loss=Logistic(), rows=rows, targets=targets
+    )
+
+
+def explicit(span: Span) -> np.ndarray:
+    return np.kron(np.eye(span.copies), span.basis)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_embed_and_lift_are_the_matrix(copies: int) -> None:
+    rng = RNG(1)
+    span = Span(rng.standard_normal((12, 4)), copies=copies)
+    v = explicit(span)
+    np.testing.assert_allclose(v.T @ v, np.eye(4 * copies), atol=1e-12)
+    vectors, u = rng.standard_normal((12 * copies, 5)), rng.standard_normal(4 * copies)
+    np.testing.assert_allclose(span.embed(vectors), v.T @ vectors, atol=1e-12)
+    np.testing.assert_allclose(span.embed(vectors[:, 0]), v.T @ vectors[:, 0], atol=1e-12)
+    np.testing.assert_allclose(span.lift(u), v @ u, atol=1e-12)
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e8, 1e16, 1e30])
+def test_embedding_never_lengthens(condition: float) -> None:
+    rng = RNG(2)
+    basis = rng.standard_normal((60, 10)) * np.geomspace(1, condition, 10)
+    basis[:, 3] = basis[:, 2]  # a basis that is none
+    span = Span(basis)
+    assert np.linalg.norm(span.basis, ord=2) <= 1.0
+    inside = span.lift(rng.standard_normal(10))
+    assert np.linalg.norm(span.embed(inside)) <= np.linalg.norm(inside)
+
+
+def test_the_whole_space() -> None:
+    whole, v = Whole(5), RNG(0).standard_normal(5)
+    assert whole.size == 5
+    np.testing.assert_array_equal(whole.embed(v), v)
+    np.testing.assert_array_equal(whole.lift(v), v)
+    np.testing.assert_array_equal(whole.basis, np.eye(5))
+    tracker = Everything().start(public())
+    assert tracker(np.zeros(13)) is tracker(np.ones(13))
+
+
+def test_rotation() -> None:
+    rng = RNG(3)
+    a, b = (Span(rng.standard_normal((6, 2)), copies=2) for _ in range(2))
+    np.testing.assert_allclose(rotation(a, b), explicit(a).T @ explicit(b), atol=1e-12)
+    assert rotation(a, a) is None
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix, sparse.csr_array])
+@pytest.mark.parametrize("rank", [3, 13, 50])
+def test_public_features_are_the_principal_directions(kind, rank: int) -> None:
+    side = public(kind=kind)
+    span = PublicFeatures(rank=rank).start(side)(np.zeros(side.size))
+    x = np.asarray(public().rows.x)
+    top = np.linalg.svd(np.hstack([x, np.ones((len(x), 1))]))[2][:rank]
+    assert span.size == len(top) == min(rank, 13)
+    assert np.cos(linalg.subspace_angles(span.basis, top.T)).min() > 1 - 1e-10
+
+
+def test_gradients_of_linear_models_lie_in_the_span_of_their_rows() -> None:
+    side = public(classes=3, m=5)
+    span = PublicFeatures(rank=5).start(side)(np.zeros(side.size))
+    assert span.size == 15
+    records = PrivateRecords(rows=side.rows, targets=side.targets, loss=side.loss, divisor=5)
+    theta = RNG(4).standard_normal(side.size)
+    for g in gradients(records, theta):
+        np.testing.assert_allclose(span.lift(span.embed(g)), g, atol=1e-10)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_public_gradients_are_the_top_directions_at_the_weights(classes: int) -> None:
+    side = public(classes=classes)
+    tracker = PublicGradients(rank=4, refresh=2).start(side)
+    records = PrivateRecords(rows=side.rows, targets=side.targets, loss=side.loss, divisor=1)
+    seen = []
+    for step in range(4):
+        theta = RNG(step).standard_normal(side.size)
+        span = tracker(theta)
+        seen.append(span)
+        if step % 2 == 0:
+            top = np.linalg.svd(gradients(records, theta))[2][:4]
+            assert np.cos(linalg.subspace_angles(span.basis, top.T)).min() > 1 - 1e-8
+    assert seen[0] is seen[1]
+    assert seen[2] is seen[3]
+    assert seen[0] is not seen[2]
+
+
+def test_a_given_basis_of_either_length() -> None:
+    side = public(classes=3)
+    each = GivenBasis(basis=RNG(0).standard_normal((13, 2))).start(side)(np.zeros(39))
+    joint = GivenBasis(basis=RNG(0).standard_normal((39, 2))).start(side)(np.zeros(39))
+    assert (each.size, joint.size) == (6, 2)
+
+
+def test_the_certificate_knows_a_given_basis_by_its_content() -> None:
+    basis = RNG(0).standard_normal((13, 2))
+    other = basis.copy()
+    other[3, 1] += 1e-12
+    described = [GivenBasis(basis=b).describe() for b in (basis, basis.tolist(), other)]
+    assert described[0] == described[1]
+    assert described[0]["digest"] != described[2]["digest"]
+    json.dumps(described)
+
+
+@pytest.mark.parametrize(("refresh", "steps"), [(1, 1), (1, 2), (3, 3), (3, 4)])
+def test_what_turns_says_so(refresh: int, steps: int) -> None:
+    side = public()
+    for oracle in (
+        Everything(),
+        PublicFeatures(rank=2),
+        PublicGradients(rank=2, refresh=refresh),
+        GivenBasis(basis=RNG(0).standard_normal((13, 2))),
+    ):
+        tracker = oracle.start(side)
+        seen = [tracker(RNG(step).standard_normal(13)) for step in range(steps)]
+        assert oracle.turns_within(steps) == any(subspace is not seen[0] for subspace in seen)
+
+
+def test_refusals() -> None:
+    side = public()
+    bare = PublicSide(outputs=1, width=13, loss=Logistic())
+    unlabelled = PublicSide(outputs=1, width=13, loss=Logistic(), rows=side.rows)
+    zeros = PublicSide(
+        outputs=1, width=3, loss=Logistic(), rows=Rows(np.zeros((4, 3)), intercept=False)
+    )
+    with pytest.raises(ValueError, match="PublicFeatures needs public rows: pass public=X_pub"):
+        PublicFeatures().start(bare)
+    with pytest.raises(ValueError, match=r"needs targets .*pass public=\(X_pub, y_pub\)"):
+        PublicGradients().start(unlabelled)
+    with pytest.raises(ValueError, match="are all zero"):
+        PublicFeatures().start(zeros)
+    with pytest.raises(
+        ValueError, match=r"basis of shape \(13, k\) or \(13, k\).*got shape \(5, 2"
+    ):
+        GivenBasis(basis=np.ones((5, 2))).start(side)
+    with pytest.raises(ValueError, match="at least one column, got none"):
+        GivenBasis(basis=np.ones((13, 0))).start(side)
+    with pytest.raises(ValueError, match="finite basis"):
+        GivenBasis(basis=np.full((13, 2), np.nan)).start(side)
+    with pytest.raises(ValueError, match="rank to be a whole number of at least 1, got 0"):
+        PublicFeatures(rank=0)
+    with pytest.raises(ValueError, match="refresh to be a whole number"):
+        PublicGradients(refresh=0)

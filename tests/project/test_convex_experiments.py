@@ -1,0 +1,137 @@
+"""The experiments on tables and on dimensions: their data, their choices and what they print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import sparse
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments import dimension, tables
+from experiments.catalogue import load
+from experiments.runner import Place, Results
+
+TABLES, DIMENSION = load("tables"), load("dimension")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Small tables in the form of the real ones; the first feature numbers the rows."""
+    rng = np.random.default_rng(0)
+    for name in (*TABLES.tables, tables.TUNED_ON):
+        x = rng.standard_normal((1500, 6)).astype(np.float32)
+        y = (x[:, 1] + 0.5 * rng.standard_normal(1500) > 0).astype(np.uint8)
+        x[:, 0] = np.arange(1500) / 1000
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
+    tables.load.cache_clear()
+    return tmp_path
+
+
+@pytest.mark.parametrize("table", ["a9a", "bank_additional_full"])
+def test_private_public_and_test_rows_are_apart(folder: Path, table: str) -> None:
+    split = tables.load(folder, table, 3)
+    assert sparse.issparse(split.x) == (table in tables.ZERO_ONE)
+    parts = [split.x, split.public.x, split.x_test]
+    numbers = [np.asarray(tables_first(part)) for part in parts]
+    assert [len(n) for n in numbers] == [700, 500, 300]
+    assert len(np.unique(np.round(np.concatenate(numbers), 6))) == 1500
+    other = tables.load(folder, table, 4)
+    assert not np.array_equal(tables_first(other.x), numbers[0])
+
+
+def tables_first(x) -> np.ndarray:
+    return (x.toarray() if sparse.issparse(x) else x)[:, 0]
+
+
+def test_features_are_scaled_by_public_rows(folder: Path) -> None:
+    split = tables.load(folder, "adult", 0)
+    np.testing.assert_allclose(split.public.x[:, 2:].mean(0), 0, atol=0.02)  # but for the cut
+    assert np.abs(split.x).max() <= 3.0
+    assert np.abs(split.x[:, 2:].mean(0)).max() > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*tables.OURS, *tables.OPEN])
+def test_every_row_of_the_table_runs(folder: Path, method: str) -> None:
+    row = tables.work(tables.Run("adult", method, 3.0, 0, 0), TABLES, Place(data=folder), None)
+    assert row["auc"] > 0.7
+    if method in tables.OURS:
+        assert 2.99 <= row["epsilon_spent"] <= 3.0
+        assert row["private"] is True
+
+
+def test_the_best_setting_of_the_search_is_taken(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    for choice, good in enumerate((0.6, 0.9, 0.7, 0.8)):
+        for seed in tables.TUNING_SEEDS:
+            run = tables.Run(tables.TUNED_ON, "DP-GD", 1.0, choice, seed)
+            results.add({**vars(run), "accuracy": good, "auc": good})
+    assert tables.best_choice(4, "DP-GD", 1.0, results) == 1
+
+
+def table_rows() -> list[dict]:
+    return [
+        {
+            "table": "adult",
+            "method": method,
+            "epsilon": epsilon,
+            "seed": seed,
+            "accuracy": 0.8 + seed / 100,
+            "auc": 0.9,
+            "records": 32061,
+            "features": 107,
+        }
+        for method, epsilon in (("DP-GD", 1.0), ("DP-GD", 3.0), (tables.OPEN[1], 0.0))
+        for seed in range(2)
+    ]
+
+
+def dimension_rows() -> list[dict]:
+    return [
+        {"method": "DP-GD", "p": p, "excess_risk": risk, "seconds_per_step": p / 1e6}
+        for p, risk in ((100, 0.01), (100, 0.03), (1000, 0.04), (1000, 0.04))
+    ]
+
+
+def test_the_table_of_tables() -> None:
+    text = tables.markdown(table_rows(), ("DP-GD", tables.OPEN[1]))
+    assert "| DP-GD | 80.5 / 90.0 | 80.5 / 90.0 |" in text
+    assert "**adult**, n = 32,061, p = 107" in text
+    cell = "80.5 ± 0.7 / 90.0 ± 0.0"
+    assert f"| DP-GD | {cell} | {cell} |" in text
+    assert f"| without privacy | {cell} | {cell} |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", dimension.METHODS)
+def test_dimensions(method: str) -> None:
+    run = dimension.Run(method, 60, DIMENSION.rates[method][1], 0)
+    row = dimension.work(run, Place(data=Path()))
+    assert 0 < row["excess_risk"] < 0.2
+    assert 0.999 <= row["epsilon"] <= 1.0
+    assert row["seconds_per_step"] > 0
+
+
+def test_without_privacy_nothing_depends_on_the_dimension() -> None:
+    small, large = dimension.problem_of(30, 1), dimension.problem_of(300, 1)
+    assert small.least_risk() == pytest.approx(large.least_risk())
+    np.testing.assert_allclose(large.embedding @ large.embedding.T, np.eye(10), atol=1e-12)
+
+
+def test_the_table_of_dimensions() -> None:
+    text = dimension.markdown(dimension_rows())
+    assert "| DP-GD | 20.0 ± 10.0 | 40.0 ± 0.0 | 2 |" in text
+    assert "| DP-GD | 0.1 | 1 | 10 |" in text
+
+
+@pytest.mark.slow
+def test_plots(tmp_path: Path) -> None:
+    tables.plot(table_rows(), ("DP-GD", tables.OPEN[1]), tmp_path / "tables.png")
+    dimension.plot(dimension_rows(), tmp_path / "dimension.png")
+    for path in tmp_path.glob("*.png"):
+        assert path.stat().st_size > 5_000
+    assert len(list(tmp_path.glob("*.png"))) == 2

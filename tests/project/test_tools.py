@@ -1,0 +1,89 @@
+"""What the commands for testers write down and give back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TESTS.parent / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("failing", ["none", "AVX2"])
+def test_each_machines_result_is_told(
+    failing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines, ran = tool("machines"), []
+
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> Any:
+        ran.append(command)
+        return SimpleNamespace(returncode=int(env.get("ONEDNN_MAX_CPU_ISA") == failing))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert machines.main(["-n", "2"]) == (failing != "none")
+    assert len(ran) == len(machines.MACHINES)
+    assert all(str(TESTS / "public" / "test_patches.py") in command for command in ran)
+    told = capsys.readouterr().out.splitlines()[-len(ran) :]
+    for line, (name, setting) in zip(told, machines.MACHINES.items(), strict=True):
+        assert line.startswith("FAILED" if failing in name else "passed")
+        assert all(f"{variable}={value}" in line for variable, value in setting.items())
+
+
+def test_numeric_files_are_there() -> None:
+    assert {path.stem for path in TESTS.rglob("test_*.py")} >= tool("machines").NUMERIC
+
+
+def test_a_run_on_a_gpu_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = tool("gpu_tests")
+
+    def main(options: list[str], plugins: list[Any]) -> int:
+        assert [Path(option).name for option in options if option.endswith(".py")] == GPU_FILES
+        for when, outcome in REPORTS:
+            report = SimpleNamespace(when=when, outcome=outcome, passed=outcome == "passed")
+            plugins[0].pytest_runtest_logreport(report)
+        return 1
+
+    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert gpu.main(["--commit", "abc", "--out", str(tmp_path / "kept.json")]) == 1
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert (kept["passed"], kept["failed"], kept["skipped"]) == (2, 2, 1)
+    assert (kept["commit"], kept["device"]) == ("abc", "a GPU")
+    assert kept["versions"]["torch"] == torch.__version__
+    assert kept["date"]
+    assert kept["seconds"] >= 0
+
+
+GPU_FILES = ["test_cuda.py"]
+REPORTS = [
+    *[("setup", "passed"), ("call", "passed"), ("teardown", "passed")] * 2,
+    *[("setup", "passed"), ("call", "failed"), ("teardown", "passed")],
+    *[("setup", "failed"), ("teardown", "passed")],
+    *[("setup", "skipped"), ("teardown", "passed")],
+]
+
+
+def test_without_a_gpu_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tool("gpu_tests").main(["--out", str(tmp_path / "kept.json")])
+    assert "no GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
