@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dpspan.model.networks import MLP, PaperCNN, ResNet20, TransformerEncoder, WideResNet
+from benchmarks.text_models import TransformerEncoder, minilm_classifier
+from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
 
 SEED = 0
 VOCABULARY = 10_000
@@ -16,8 +17,6 @@ LETTERS = 64
 
 def minilm() -> nn.Module:
     """MiniLM-L6, 22.7 M parameters, for two classes; pretrained (the extra `text`)."""
-    from dpspan.model.text import minilm_classifier
-
     return LogitsOnly(minilm_classifier(classes=2))
 
 

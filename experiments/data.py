@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from benchmarks.text_models import minilm_tokenizer
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -215,8 +216,6 @@ def inputs_like(x: Array, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _sentences(path: Path, length: int) -> Images:
-    from dpspan.model.text import minilm_tokenizer
-
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: sentences and labels, tab-separated.")
     with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from benchmarks.text_models import minilm_encoder
 from torch import Tensor, nn
 
 
@@ -17,8 +18,6 @@ class MeanPooled(nn.Module):
 
     def __init__(self, trained: Literal["head", "matrices"]) -> None:
         super().__init__()
-        from dpspan.model.text import minilm_encoder
-
         self.encoder = minilm_encoder()
         self.head = nn.Linear(self.encoder.config.hidden_size, 2)
         for name, parameter in self.encoder.named_parameters():

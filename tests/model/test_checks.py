@@ -44,11 +44,11 @@ def told(engine: PrivacyEngine) -> list[str]:
 def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws of the checks that are the same in every run of the tests."""
     generator = torch.Generator().manual_seed(0)
-    for module in ("untouched", "probe", "criterion", "guard", "collation"):
-        monkeypatch.setattr(
-            f"dpspan.{module}.fresh_seed",
-            lambda: int(torch.randint(2**32, (), generator=generator)),
-        )
+
+    def randbits(bits: int) -> int:
+        return int(torch.randint(2**bits, (), generator=generator))
+
+    monkeypatch.setattr("secrets.randbits", randbits)
 
 
 # -- a criterion that keeps something ------------------------------------------------------------

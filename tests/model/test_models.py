@@ -1,8 +1,9 @@
 import pytest
 import torch
+from benchmarks.text_models import TransformerEncoder
 from torch import nn
 
-from dpspan.model.networks import MLP, PaperCNN, ResNet20, TransformerEncoder, WideResNet
+from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
 
 
 def images(n, *shape):

@@ -20,7 +20,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.engine.private_step import check_device
 from dpspan.mechanisms.noise import _LONG, _STREAMS, Noise
 from dpspan.support.errors import CaptureError
-from dpspan.support.randomness import FreshWorker, _fill, fresh_randomness, torch_seed
+from dpspan.support.randomness import FreshWorker, _fill, fresh_randomness
 from helpers.training import network, setup, train
 
 # -- dropout and augmentation ---------------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_fresh_numbers_are_uniform_and_a_worker_begins_with_the_users_function()
     began = []
     with fresh_randomness():
         FreshWorker(began.append)(3)
-        seed = torch_seed()
+        seed = torch.initial_seed()
         FreshWorker(None)(0)
-        assert torch_seed() != seed
+        assert torch.initial_seed() != seed
         draws = np.random.random(10_000)
     assert began == [3]
     assert stats.kstest(draws, "uniform").pvalue > 1e-6

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -26,7 +25,7 @@ from dpspan.engine.sampling import PrivateLoader
 from dpspan.public.data import move
 from dpspan.public.losses import SampleCriterion, call
 from dpspan.support.checks import check_count, check_number, expect
-from dpspan.support.randomness import seeded
+from dpspan.support.left_as_found import left_as_found
 
 FEWEST = 20  # of each kind
 FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one
@@ -118,7 +117,7 @@ def membership_inference(
     whole = check_number("seed", seed)
     expect(isinstance(whole, int) and 0 <= whole < 2**63, "seed a whole number >= 0", seed)
     losses_of = _sample_losses(loss, criterion)
-    with seeded(model, seed), _evaluating(model), torch.no_grad():
+    with left_as_found(model, seed, mode="evaluation"), torch.no_grad():
         inside = _losses("members", members, losses_of, model, batch_size)
         outside = _losses("non-members", non_members, losses_of, model, batch_size)
     generator = np.random.default_rng(seed)
@@ -306,23 +305,3 @@ def _samples(name: str, parts: tuple[Any, Any]) -> int:
 def _rows(parts: tuple[Any, Any], rows: Tensor) -> tuple[Any, Any]:
     picked: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], parts)
     return picked
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards, its modes and buffers are as they were."""
-    modes = [(module, module.training, dict(module._buffers)) for module in model.modules()]
-    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training, buffers in modes:
-            module.training = training
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, content in contents:
-                # Only if it changed: a write would disturb a backward pass that is under way.
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)

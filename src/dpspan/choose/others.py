@@ -114,7 +114,7 @@ def _run(
 ) -> tuple[Any, dict[str, Tensor]]:
     """What a copy of the model (or a function of it) returns, and its buffers afterwards."""
     model = copy.deepcopy(model)
-    with torch.no_grad(), seeded(model, seed):
+    with torch.no_grad(), seeded(seed):
         if isinstance(loss_fn, nn.Module):
             returned = call(model, inputs)
         else:

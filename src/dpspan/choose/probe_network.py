@@ -7,9 +7,10 @@ here: others are resized. 30,782 parameters for 3 channels and 14 classes.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
+
+from dpspan.support.randomness import seeded
 
 _SIDE = 224
 _FEATURES = 16 * 3 * 3
@@ -27,8 +28,7 @@ class ProbeNetwork(nn.Module):
 
     def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(seed)
+        with seeded(seed):
             self.layers = nn.Sequential(
                 nn.Conv2d(channels, 64, 8, stride=5),
                 nn.ReLU(),

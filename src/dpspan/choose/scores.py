@@ -47,7 +47,7 @@ class Score:
         count = len(tree_leaves(batch)[0])
         rows = torch.arange(max(count, self._piece), device=self._device) % count
         model, loss = copy.deepcopy(self._model_and_loss)
-        with torch.enable_grad(), seeded(model, seed):
+        with torch.enable_grad(), seeded(seed):
             filled = tree_map_only(Tensor, lambda leaf: leaf[rows], batch)
             gradients = per_sample_gradients(model, loss, *filled, check=False)
         return energies(gradients, self._subspaces)[:count].cpu()

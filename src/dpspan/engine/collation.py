@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, default_collate
 
-from dpspan.support.untouched import RandomNumbers, fresh_seed, shuffled, untouched
+from dpspan.model.isolation import same
+from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
 
 _ROUNDS = 2  # the record first, and last
 _ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
 _OTHERS = 3  # records in company
-_NOTHING = nn.Module()
 
 
 def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> Non
 def _mixes(collate: Callable[[list[Any]], Any], dataset: Any) -> bool | None:
     """None if nothing could be compared."""
     others = min(_OTHERS, (len(dataset) - 1) // 2)
-    with untouched(_NOTHING, fresh_seed()):
+    with seeded(fresh_seed()):
         record, *rest = (dataset[int(i)] for i in shuffled(len(dataset))[: 1 + 2 * others])
     company, another = rest[:others], rest[others:]
     # Records that are alike would hide what is made of them: numbers are changed besides.
@@ -57,7 +57,7 @@ def _mixes(collate: Callable[[list[Any]], Any], dataset: Any) -> bool | None:
         seed = fresh_seed()
         batch, random = _collated(collate, record, company, place, seed)
         again, _ = _collated(collate, record, company, place, seed)
-        if any(not _equal(batch[path], again.get(path)) for path in batch):
+        if any(not same(batch[path], again.get(path)) for path in batch):
             return None  # it draws random numbers that a seed does not control
         for other in companies:
             try:
@@ -77,10 +77,10 @@ def _collated(
 ) -> tuple[dict[str, Tensor], bool]:
     """The tensors with records in front, and whether random numbers were drawn."""
     records = copy.deepcopy([*company[:place], record, *company[place:]])
-    with untouched(_NOTHING, seed):
-        before = RandomNumbers.of(_NOTHING)
+    with seeded(seed):
+        before = RandomState.now()
         batch = collate(records)
-        drew = before != RandomNumbers.of(_NOTHING)
+        drew = before != RandomState.now()
     if isinstance(batch, Mapping):
         batch = dict(batch)
     elif not isinstance(batch, Tensor | tuple | list) and hasattr(batch, "__dict__"):
@@ -100,14 +100,8 @@ def _in_both(batch: Tensor, other: Tensor) -> bool | None:
         return None
     sizes = [min(pair) for pair in zip(batch.shape[1:], other.shape[1:], strict=True)]
     crops = [tuple(slice(0, size) for size in sizes), tuple(slice(-size, None) for size in sizes)]
-    found = any(_equal(x[crop], y[crop]) for x in batch for y in other for crop in crops)
+    found = any(same(x[crop], y[crop]) for x in batch for y in other for crop in crops)
     return found or (False if batch.shape == other.shape else None)
-
-
-def _equal(x: Tensor, y: Tensor | None) -> bool:
-    if y is None or x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    return torch.allclose(x.double(), y.double(), equal_nan=True)
 
 
 def _altered(leaf: Any) -> Any:

@@ -38,8 +38,7 @@ from dpspan.gradients.capture import captures_on
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.criterion import check_criterion
-from dpspan.model.validation import validate
-from dpspan.model.wrappers import refuse_wrappers, watch_for_wrappers
+from dpspan.model.validation import refuse_wrappers, validate, watch_for_wrappers
 from dpspan.public.data import PublicData
 from dpspan.public.encoded import encodings
 from dpspan.public.overlap import refuse_overlap

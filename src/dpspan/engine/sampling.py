@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from dpspan.public.data import batches_of
 from dpspan.support.errors import CaptureError
-from dpspan.support.randomness import FreshWorker, fresh_randomness, renew, torch_seed
+from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
 
 
 class Draw(Protocol):
@@ -303,7 +303,7 @@ class PrivateLoader:
 
     def refuse_seeds(self) -> None:
         """Refuse the piece at hand if torch was seeded since it was drawn."""
-        if self._seed is not None and self._seed != torch_seed():
+        if self._seed is not None and self._seed != torch.initial_seed():
             raise CaptureError(
                 "torch was seeded between a private batch and its step (torch.manual_seed in the "
                 "loop, say). With dropout or augmentation by a known seed one record moves the "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -50,9 +50,7 @@ from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.trial import differences, made_up_losses, plain_gradients
 from dpspan.support.errors import CaptureError
-from dpspan.support.quiet import evaluating, on_the_side, without_dropout
-
-Quiet = Callable[[], AbstractContextManager[None]]
+from dpspan.support.left_as_found import Mode, left_as_found
 
 
 class Capture:
@@ -379,12 +377,13 @@ class Capture:
             with self.inside_generic(), _reparametrize_module(model, own, tie_weights=True):
                 return forward(*args, **kwargs)
 
-        def losses(run: Callable[..., Any], seed: int, quiet: Quiet) -> Tensor | None:
-            with quiet(), on_the_side(model, seed):
+        def losses(run: Callable[..., Any], seed: int, mode: Mode) -> Tensor | None:
+            with left_as_found(model, seed, mode=mode, copies=True):
                 return made_up_losses(run(*args, **kwargs), rows, self._views)
 
-        for quiet in (without_dropout, lambda: evaluating(model)):
-            plain, again = losses(plainly, 0, quiet), losses(plainly, 1, quiet)
+        modes: tuple[Mode, ...] = ("without dropout", "evaluation")
+        for mode in modes:
+            plain, again = losses(plainly, 0, mode), losses(plainly, 1, mode)
             if plain is None or again is None:
                 return None  # there is no output to compare
             if torch.allclose(plain, again, rtol=1e-4, equal_nan=True):
@@ -396,7 +395,7 @@ class Capture:
         weights = torch.tensor([1.0, -2.0]) if plain.dim() else torch.ones(())
         try:
             with self.rehearsal(FEW):
-                found = losses(model.forward, 0, quiet)
+                found = losses(model.forward, 0, mode)
                 assert found is not None
                 (found * weights.to(found)).sum().backward()
                 gradients = self.gradients()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
 
-from dpspan.support.quiet import evaluating, on_the_side, without_dropout
+from dpspan.support.left_as_found import Mode, left_as_found
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Pair = tuple[torch.Size, torch.Size]  # of one tensor, with fewer and with more samples
@@ -181,20 +180,18 @@ class _Cuts:
 
     def look(self) -> tuple[dict[str, Seen], bool]:
         """What was seen of the modules below, and whether a sample's output is its own."""
-        seen, apart, random = self._compare(without_dropout)
+        seen, apart, random = self._compare("without dropout")
         if not self.module.training:
             return seen, apart or random
         try:  # layers that training skips at random
-            others, apart_then, random_then = self._compare(lambda: evaluating(self.module))
+            others, apart_then, random_then = self._compare("evaluation")
         except Exception:
             return seen, apart or random
         return {**others, **seen}, apart or (random and (apart_then or random_then))
 
-    def _compare(
-        self, quiet: Callable[[], AbstractContextManager[None]]
-    ) -> tuple[dict[str, Seen], bool, bool]:
+    def _compare(self, mode: Mode) -> tuple[dict[str, Seen], bool, bool]:
         """What was seen, whether samples are apart, and whether the outputs are random."""
-        (few, output), (more, wider) = self._run(FEW, 0, quiet), self._run(MORE, 0, quiet)
+        (few, output), (more, wider) = self._run(FEW, 0, mode), self._run(MORE, 0, mode)
         seen: dict[str, Seen] = defaultdict(Seen)
         for name in {**few, **more}:
             for one, other in zip(few[name], more[name], strict=False):
@@ -203,11 +200,9 @@ class _Cuts:
             seen[name].routed |= len(few[name]) != len(more[name])
         if _agree(output, wider, self.views):
             return dict(seen), True, False
-        return dict(seen), False, not _agree(output, self._run(FEW, 1, quiet)[1], self.views)
+        return dict(seen), False, not _agree(output, self._run(FEW, 1, mode)[1], self.views)
 
-    def _run(
-        self, samples: int, seed: int, quiet: Callable[[], AbstractContextManager[None]]
-    ) -> tuple[dict[str, list[_Shapes]], Any]:
+    def _run(self, samples: int, seed: int, mode: Mode) -> tuple[dict[str, list[_Shapes]], Any]:
         """The shapes of every call at and below the module, by path, and its output."""
         rows = [i % self.rows for i in range(samples * self.views)]
         args, kwargs = samples_of(self.call, self.names, rows)
@@ -227,7 +222,7 @@ class _Cuts:
             if name
         ]
         try:
-            with on_the_side(self.module, seed), quiet():
+            with left_as_found(self.module, seed, mode=mode, copies=True):
                 output = self.forward(*args, **kwargs)
         finally:
             for handle in handles:

@@ -1,18 +1,31 @@
-"""Is the loss a sum (or mean) of one term per sample? Where it can be seen, it is checked."""
+"""Is the loss a sum (or mean) of one term per sample? Where it can be seen, it is checked.
+
+A criterion is called again on some of the samples. For a loss that the training loop computes by
+itself there is no module to ask: the model's outputs are handed to the loop as a tensor subclass
+that tells of the backward() at the end of what is computed from them (and is a plain tensor in
+everything else), and autograd's graph is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpspan.gradients.capture import Hook
-from dpspan.support.untouched import fresh_seed, plain_tensors, positions, shuffled, untouched
+from dpspan.model.isolation import Call, Rehearsal, same, splits, tensors_of
+from dpspan.support.left_as_found import left_as_found, plain_tensors
+from dpspan.support.randomness import fresh_seed, shuffled
 
 _ROUNDS = 3
+
+# Nodes of autograd's graph that hand on the same numbers, in another shape or type.
+_SAME = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy"}
+_REDUCTIONS = {1: "mean", 2: "sum"}  # torch's numbers of them
+_SCALED_SUM = "scaled sum"  # by 1 / samples perhaps, or by something else
 
 
 def check_criterion(criterion: nn.Module | None, loss_reduction: str, model: nn.Module) -> None:
@@ -45,83 +58,34 @@ def check_criterion(criterion: nn.Module | None, loss_reduction: str, model: nn.
             )
 
 
-def splits(
-    together: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    sizes: tuple[int, int],
-    *,
-    mean: bool,
-) -> bool | None:
-    """Whether the losses of two parts make up the loss of both; None if nothing can be said."""
-    if together is None or first is None or second is None:
-        return None
-    if together.dim():  # one loss per entry
-        apart = torch.cat([first, second])
-        if apart.shape != together.shape:
-            return False
-    elif mean:
-        n, m = sizes
-        apart, together = first * n + second * m, together * (n + m)
-    else:
-        apart = first + second
-    finite = together.isfinite()
-    if not torch.equal(finite, apart.isfinite()):
-        return False
-    if not bool(finite.any()):
-        return None
-    return torch.allclose(apart[finite], together[finite], rtol=1e-3, atol=1e-6)
-
-
-class CriterionWatch:
+class CriterionCheck:
     """Checks on real batches that a criterion splits into samples and keeps nothing of them.
 
     Whenever `due`, until a batch has passed, and wherever a mean leaves something out by its
-    ignore_index, which is when it mixes samples. `look` is shown what comes beside the outputs.
+    ignore_index, which is when it mixes samples.
     """
 
-    def __init__(
-        self,
-        criterion: nn.Module,
-        *,
-        mean: bool,
-        samples: Callable[[], int],
-        due: Callable[[], bool],
-        look: Callable[[Tensor], None],
-    ) -> None:
-        self._criterion = criterion
-        self._mean = mean
-        self._samples, self._due, self._look = samples, due, look
+    def __init__(self, criterion: nn.Module, *, mean: bool) -> None:
+        self._criterion, self._mean = criterion, mean
         self._ignored = getattr(criterion, "ignore_index", None) if mean else None
         self.passed = False
         self._cannot = False  # it cannot be called on a part of a batch, or not repeatably
         self.harmless: set[str] = set()  # tensors that change, but that nothing depends on
-        self._handle = criterion.register_forward_hook(Hook(self._check), with_kwargs=True)
 
-    def remove(self) -> None:
-        """Take the hook off the criterion."""
-        self._handle.remove()
-
-    def _check(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = (args, kwargs)
-        tensors = [x for x in tree_leaves(call) if isinstance(x, Tensor) and x.dim()]
-        if not tensors or not torch.is_grad_enabled():
+    def __call__(self, call: Call, samples: int, *, due: bool) -> None:
+        tensors = tensors_of(call)
+        outputs, *others = sorted(tensors.values(), key=lambda x: not x.requires_grad)
+        entries = len(outputs)
+        ignored = None if self._ignored is None else _first(others, entries, self._ignored)
+        if (self.passed or self._cannot) and ignored is None and not due:
             return
-        for x in tensors:
-            if not x.requires_grad:
-                self._look(x)
-        entries = len(next((x for x in tensors if x.requires_grad), tensors[0]))
-        ignored = None if self._ignored is None else _first(tensors[1:], entries, self._ignored)
-        if (self.passed or self._cannot) and ignored is None and not self._due():
-            return
-        batch = self._samples()
         # Tokens of all samples in one row are cut between samples, not inside one.
-        block = entries // batch if batch > 1 and entries % batch == 0 else 1
-        parts = _Parts(module, call, entries, block)
-        if entries // block < 2:
+        block = max(1, entries // samples) if samples > 1 and entries % samples == 0 else 1
+        paths = frozenset(path for path, x in tensors.items() if len(x) == entries)
+        if entries < 2 * block:
             return
-        first = fresh_seed() % entries if ignored is None else ignored
-        first //= block
+        parts = _Parts(self._criterion, call, entries // block, block, paths)
+        first = (fresh_seed() % entries if ignored is None else ignored) // block
         try:
             verdicts = [parts.split(self._mean, first, wide=i == 0) for i in range(_ROUNDS)]
             self._cannot = False in verdicts and not parts.repeatable()
@@ -132,86 +96,72 @@ class CriterionWatch:
             return
         if False in verdicts:
             raise ValueError(
-                f"The loss ({type(module).__name__}) mixes samples: the loss of a batch is not the "
-                f"{'mean' if self._mean else 'sum'} of the losses of its samples, so no sample's "
-                "gradient can be bounded. (A mean over the tokens that are not ignored does this: "
-                "average over each sample's tokens first.) Make it one loss per sample, then take "
-                "the mean."
+                f"The loss ({type(self._criterion).__name__}) mixes samples: the loss of a batch "
+                f"is not the {'mean' if self._mean else 'sum'} of the losses of its samples, so no "
+                "sample's gradient can be bounded. (A mean over the tokens that are not ignored "
+                "does this: average over each sample's tokens first.) Make it one loss per sample, "
+                "then take the mean."
             )
         self.passed |= True in verdicts
 
 
-class _Parts:
+class _Parts(Rehearsal):
     """A criterion's call, and the same call on some of its samples."""
-
-    def __init__(self, module: nn.Module, call: Any, entries: int, block: int) -> None:
-        self._module, self._call, self._entries, self._block = module, call, entries, block
-        self._count = entries // block
 
     def split(self, mean: bool, first: int, *, wide: bool) -> bool | None:
         """Cut the samples in two at random: all of them, or a few, among which `first`.
 
         Among few a huge or broken sample, which could drown every difference, is rare.
         """
-        chosen = shuffled(self._count)
+        chosen = shuffled(self.samples)
         chosen = chosen if wide else chosen[:8]
         if first not in chosen:
             chosen[0] = first
         chosen = chosen[shuffled(len(chosen))]
-        cut = 1 + int(shuffled(len(chosen) - 1)[0])
-        seed = fresh_seed()
-        together, one, other = (
-            self._loss(part, seed) for part in (chosen, chosen[:cut], chosen[cut:])
-        )
-        return splits(together, one, other, (cut, len(chosen) - cut), mean=mean)
+        cut, seed = 1 + int(shuffled(len(chosen) - 1)[0]), fresh_seed()
+        losses = (self._loss(part, seed) for part in (chosen, chosen[:cut], chosen[cut:]))
+        return splits(*losses, sizes=(cut, len(chosen) - cut), mean=mean)
 
     def repeatable(self) -> bool:
-        everybody, seed = positions(self._count), fresh_seed()
-        first, second = self._loss(everybody, seed), self._loss(everybody, seed)
-        return first is not None and second is not None and _same(first, second)
+        seed = fresh_seed()
+        first, second = self._loss(self.everybody, seed), self._loss(self.everybody, seed)
+        return first is not None and same(first, second)
 
     def harmless(self) -> set[str]:
         """Tensors that a call changes: the same way for all samples, or with no effect later."""
-        before = state(self._module)
-        order, seed = shuffled(self._count), fresh_seed()
+        before = state(self.model)
+        order, seed = shuffled(self.samples), fresh_seed()
         kept, later = [], []
-        for part in (order[: self._count // 2], order[self._count // 2 :]):
-            with untouched(self._module, seed) as reseed:
+        for part in (order[: self.samples // 2], order[self.samples // 2 :]):
+            with left_as_found(self.model, seed) as restart:
                 self._run(part)
-                kept.append({name: x.detach().clone() for name, x in state(self._module).items()})
-                reseed()
+                kept.append({name: x.detach().clone() for name, x in state(self.model).items()})
+                restart()
                 later.append(self._run(order))
         first, second = kept
-        changed = [n for n, x in first.items() if n not in before or not _same(x, before[n])]
-        no_effect = None not in later and _same(*later)  # type: ignore[arg-type]
-        saved = {name for name, _ in self._module.named_buffers()}
+        changed = [n for n, x in first.items() if not same(x, before.get(n))]
+        no_effect = later[0] is not None and same(later[0], later[1])
+        saved = {name for name, _ in self.model.named_buffers()}
         return {
             name
             for name in changed
-            if (no_effect and name not in saved) or _same(first[name], second.get(name))
+            if (no_effect and name not in saved) or same(first[name], second.get(name))
         }
 
     def _loss(self, chosen: Tensor, seed: int) -> Tensor | None:
-        with untouched(self._module, seed):
+        with left_as_found(self.model, seed):
             return self._run(chosen)
 
     def _run(self, chosen: Tensor) -> Tensor | None:
-        rows = (chosen[:, None] * self._block + positions(self._block)).flatten()
-
-        def pick(leaf: Any) -> Any:
-            whole = not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != self._entries
-            return leaf if whole else leaf.detach()[rows.to(leaf.device)]
-
-        args, kwargs = tree_map(pick, self._call)
+        args, kwargs = self.of(chosen)
         with torch.no_grad():
-            output = tree_leaves(self._module.forward(*args, **kwargs))
+            output = tree_leaves(self.model.forward(*args, **kwargs))
         return next((x for x in output if isinstance(x, Tensor)), None)
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
     """What a module keeps: parameters, buffers, and tensors that are plain attributes."""
-    kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {**kept, **plain_tensors(module)}
+    return dict([*module.named_parameters(), *module.named_buffers()]) | plain_tensors(module)
 
 
 def _first(tensors: list[Tensor], entries: int, value: int) -> int | None:
@@ -224,9 +174,152 @@ def _first(tensors: list[Tensor], entries: int, value: int) -> int | None:
     return None
 
 
-def _same(x: Tensor, y: Tensor | None) -> bool:
-    return (
-        y is not None
-        and x.shape == y.shape
-        and torch.allclose(x.double(), y.double(), equal_nan=True)
-    )
+# -- a loss that the loop computes by itself -----------------------------------------------------
+
+
+class Output(Tensor):
+    """What is computed of the model's outputs, as long as it needs a gradient."""
+
+    tell: Callable[[Tensor], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on plain tensors, and pass on whom to tell."""
+        output = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
+        tell = None if output is None else output.tell
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.backward and tell is not None:
+                tell(output)
+            if all(kind in (cls, Tensor, nn.Parameter) for kind in types):
+                result = func(*args, **(kwargs or {}))
+                return tree_map_only(Tensor, lambda x: _telling(x, tell), result)
+            args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
+        return func(*args, **kwargs)  # another subclass decides, and nobody is told
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _plain(self).__reduce_ex__(protocol)
+
+
+def tell_of_backward(outputs: Any, tell: Callable[[Tensor], None]) -> tuple[Any, list[Tensor]]:
+    """The outputs with every tensor that needs a gradient replaced, and what stands behind them."""
+    behind: list[Tensor] = []
+
+    def one(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        behind.append(x.view_as(x))  # new: the hooks on x hear of the loop's backward pass only
+        return _telling(behind[-1], tell)
+
+    return tree_map_only(Tensor, one, outputs), behind
+
+
+def _telling(x: Tensor, tell: Callable[[Tensor], None] | None) -> Tensor:
+    if not x.requires_grad or tell is None:
+        return _plain(x)
+    told = x if isinstance(x, Output) else x.as_subclass(Output)
+    told.tell = tell
+    return told
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor) if isinstance(x, Output) else x
+
+
+def mixes(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+    """Whether the gradient at some samples' outputs depends on the outputs of others.
+
+    Seen by differentiating twice; where that is impossible, nothing is seen.
+    """
+    outputs = [x for x in outputs if x.dim() and len(x) and len(x) % samples == 0]
+    if samples < 2 or not outputs:
+        return False
+    kept = shuffled(samples) < samples // 2
+    rows = [kept.repeat_interleave(len(x) // samples).to(x.device) for x in outputs]
+    try:
+        with torch.enable_grad():
+            slopes = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            # Squared, since plain sums of slopes may be constant (those of a softmax are zero).
+            terms = [
+                g[r].double().square().sum()
+                for g, r in zip(slopes, rows, strict=True)
+                if g is not None and g.requires_grad
+            ]
+            if not terms:
+                return False
+            total = torch.stack(terms).sum()
+            bends = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    own = others = 0.0
+    for bend, r in zip(bends, rows, strict=True):
+        if bend is not None:
+            size = bend.nan_to_num(0, 0, 0).abs()
+            own, others = max(own, float(size[r].max())), max(others, float(size[~r].max()))
+    return others > 1e-5 * own
+
+
+def reductions(loss: Tensor, samples: int) -> set[str | None]:
+    """How the terms of the loss treat the batch: 'mean', 'sum', None where the graph is silent."""
+    found = _reductions(_behind(loss.grad_fn), samples)
+    return {None if kind == _SCALED_SUM else kind for kind in found}
+
+
+def _reductions(node: Any, samples: int) -> set[str | None]:
+    kind, inputs = _kind(node), _inputs(node)
+    if getattr(node, "_saved_reduction", None) in _REDUCTIONS:
+        return {_of_torch_loss(node, samples)}
+    stacked = kind in ("Mean", "Sum") and _kind(inputs[0]) == "Stack"
+    if stacked and len(_inputs(inputs[0])) % samples:
+        kind, inputs = "Add", _inputs(inputs[0])  # several losses, not those of the samples
+    if kind == "Mean":
+        return {"mean" if node._saved_self_sym_numel % samples == 0 else None}
+    if kind == "Sum":
+        return {_SCALED_SUM if _kind(inputs[0]) in ("Mul", "Div") else "sum"}
+    if kind in ("Add", "Sub") or (kind == "Neg" and inputs):
+        return {found for below in inputs for found in _reductions(below, samples)}
+    if kind in ("Mul", "Div") and len(inputs) == 1:
+        factor = _factor(node) or math.nan
+        by_samples = factor % samples == 0
+        mean = math.isfinite(factor) and not (kind == "Mul" and by_samples)
+        become: dict[str | None, str | None] = {"mean": "mean" if mean else None}
+        if kind == "Div" and by_samples:  # by the samples, or by all entries of them
+            become |= {"sum": "mean", _SCALED_SUM: "mean"}
+        return {become.get(found) for found in _reductions(inputs[0], samples)}
+    return {None}
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def _inputs(node: Any) -> list[Any]:
+    below = (_behind(below) for below, _ in getattr(node, "next_functions", ()))
+    return [node for node in below if node is not None]
+
+
+def _behind(node: Any) -> Any:
+    while node is not None and _kind(node) in _SAME:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _of_torch_loss(node: Any, samples: int) -> str | None:
+    reduction = _REDUCTIONS[node._saved_reduction]
+    if getattr(node, "_saved_weight", None) is not None:
+        return None
+    total = getattr(node, "_saved_total_weight", None)
+    if reduction == "mean" and total is not None and float(total) != node._saved_target.numel():
+        return None  # some entries are ignored
+    return reduction if node._saved_self.numel() % samples == 0 else None
+
+
+def _factor(node: Any) -> float | None:
+    """The constant by which a scalar is multiplied or divided."""
+    for name in ("_saved_other", "_saved_self"):
+        value = getattr(node, name, None)
+        constant = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+        if constant or isinstance(value, int | float):
+            return float(value)
+    return None

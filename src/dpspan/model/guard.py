@@ -7,24 +7,31 @@ makes a GPU wait is looked at in the batches 1, 2, 4, 8, …; some of it at rand
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpspan.gradients.capture import Capture, Hook
-from dpspan.model.criterion import CriterionWatch, state
-from dpspan.model.isolation import Call, NotComparable, NotFinite, call_paths, probe
-from dpspan.model.loss_graph import mixes, reductions, tell_of_backward
-from dpspan.model.views import order_of_views
+from dpspan.model import isolation
+from dpspan.model.criterion import CriterionCheck, mixes, reductions, state, tell_of_backward
+from dpspan.model.isolation import Call, NotComparable, NotFinite, Versions, differing, versions
 from dpspan.support.errors import CaptureError
-from dpspan.support.untouched import fresh_seed
+from dpspan.support.randomness import fresh_seed
 
 _RARELY = 50  # one batch in so many is fingerprinted besides
+_ENOUGH, _SURE = 32, 0.9  # rows that are not equal to their record: so many, and this share
 
-Versions = dict[str, tuple[Tensor, int]]
+Contents = dict[str, list[float]]
+
+
+class _Snapshot(NamedTuple):
+    """What a model and a criterion keep: its versions, and perhaps fingerprints."""
+
+    versions: Versions
+    contents: Contents | None = None
 
 
 class Guard:
@@ -40,55 +47,41 @@ class Guard:
         mean_loss: bool,
         warn: Callable[[str], None],
     ) -> None:
-        self._module, self._criterion = module, criterion
-        self._capture = capture
-        self._views = views
-        self._mean_loss = mean_loss
-        self._warn = warn
-        self._samples = 0
-        self._batches = 0  # with samples that could be mixed
+        self._module, self._criterion, self._capture = module, criterion, capture
+        self._views, self._mean_loss, self._warn = views, mean_loss, warn
+        self._samples = self._batches = 0  # batches with samples that could be mixed
         self._handed = self._used = 0  # batches of this epoch, and those that a step followed
-        self._due = False
+        self._due = self._probing = False
         self._refused: str | None = None  # what a batch has changed stays changed
         self._probed_modes: set[bool] = set()  # training and evaluation can differ
-        self._probing = False
         self._shared: set[str] = set()  # inputs that once had another length than the batch
         self._harmless: set[str] = set()  # buffers that change, but not with the samples
         self._shapes: list[torch.Size] | None = None
         self._squares: set[tuple[torch.Size, ...]] = set()
-        self._versions: Versions = {}
-        self._contents: dict[str, list[float]] | None = None
-        self._settled = self._fingerprints(constant=True)
-        self._settled_versions = self._tensor_versions()
-        self._stepped: Versions | None = None  # weights as the optimizer left them
-        self._stepped_contents: dict[str, list[float]] | None = None
+        self._before = _Snapshot({})  # the batch
+        self._settled = _Snapshot(self._versions(), self._fingerprints(constant=True))
+        self._stepped: _Snapshot | None = None  # weights as the optimizer left them
         self._handed_over: list[Tensor] = []
         self._order_known = views == 1
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
+        look = Hook(self._look_at_batch, copied=_refuse_training(copy_of=capture))
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
         self._hooks = [
-            module.register_forward_pre_hook(
-                Hook(self._look_at_batch, copied=_OfACopy(capture)), with_kwargs=True, prepend=True
-            ),
+            module.register_forward_pre_hook(look, with_kwargs=True, prepend=True),
             module.register_forward_hook(Hook(self._look_at_outputs)),
         ]
-        self._watch = None
+        self._check_loss = None
         if criterion is not None:
-            self._watch = CriterionWatch(
-                criterion,
-                mean=mean_loss,
-                samples=lambda: self._samples,
-                due=lambda: self._due,
-                look=self._look_at_order,
-            )
+            self._check_loss = CriterionCheck(criterion, mean=mean_loss)
+            hook = Hook(self._look_at_criterion)
+            self._hooks.append(criterion.register_forward_hook(hook, with_kwargs=True))
 
     # -- the life of a batch --------------------------------------------------------------------
 
     def expect(self, samples: int, *, new_epoch: bool) -> None:
         """A batch of so many samples is about to be handed over."""
-        self._versions = self._tensor_versions()
-        self._check_weights(self._versions)
+        self._check_weights()
         if new_epoch:
             self._check_use()
             self._handed = self._used = 0
@@ -96,9 +89,8 @@ class Guard:
         self._samples = samples
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
-        self._contents = None
-        if self._due or fresh_seed() % _RARELY == 0:
-            self._contents = self._fingerprints()
+        look = self._due or fresh_seed() % _RARELY == 0
+        self._before = _Snapshot(self._versions(), self._fingerprints() if look else None)
 
     def hand_over(self, batch: Any) -> None:
         """This is the batch; kept only where the order of its views has to be checked."""
@@ -109,20 +101,10 @@ class Guard:
     def check(self) -> None:
         """Between hand-over and step, a batch may change gradients only."""
         self._handed_over, self._outputs = [], []
-        harmless = self._harmless_names()
-        changed = [
-            n for n in _differing(self._versions, self._tensor_versions()) if n not in harmless
-        ]
-        if self._contents is not None and not changed:
-            contents, before = self._fingerprints(), self._contents
-            names = {**before, **contents}
-            changed = [n for n in names if contents.get(n) != before.get(n) and n not in harmless]
-            changed = changed or self._written_past_autograd(harmless)
-            self._contents = None
-        if changed and self._refused is None:
-            self._refused = _changed(changed[0])
-        if self._refused is not None:
-            raise CaptureError(self._refused)
+        changed = self._harmful(self._changed_since(self._before))
+        if self._before.contents is not None and not changed:
+            changed = self._written_past_autograd()
+        self._refuse(changed)
         self._used += 1
         self._taken |= self._samples > 1
         if self._samples > 1 and not self._probed_modes:
@@ -133,12 +115,9 @@ class Guard:
 
     def stepped(self) -> None:
         """The optimizer has moved the weights."""
-        self._stepped = {
-            name: (x, _version(x))
-            for name, (x, _) in self._versions.items()
-            if isinstance(x, nn.Parameter)
-        }
-        self._stepped_contents = self._fingerprints() if self._due else None
+        tensors = {name: x for name, (x, _) in self._before.versions.items()}
+        weights = versions({n: x for n, x in tensors.items() if isinstance(x, nn.Parameter)})
+        self._stepped = _Snapshot(weights, self._fingerprints() if self._due else None)
 
     def forget_weights(self) -> None:
         """A saved state was loaded: the weights may be others from now on."""
@@ -146,13 +125,11 @@ class Guard:
 
     def review(self) -> None:
         """Before anything is saved or certified: raise if private data may be in what is kept."""
+        changed: list[str] = []
         if not self._over:
-            self._check_weights(self._tensor_versions())
-            changed = self._written_past_autograd(self._harmless_names())
-            if changed and self._refused is None:
-                self._refused = _changed(changed[0])
-        if self._refused is not None:
-            raise CaptureError(self._refused)
+            self._check_weights()
+            changed = self._written_past_autograd()
+        self._refuse(changed)
 
     def warn_of_unknowns(self) -> None:
         """What could never be checked belongs on the certificate."""
@@ -163,7 +140,8 @@ class Guard:
                 "after the other (torch.stack(views, 1).flatten(0, 1)); if they come view after "
                 "view (torch.cat), a record counts more than once"
             )
-        if self._taken and not self._loss_known and not (self._watch and self._watch.passed):
+        passed = self._check_loss is not None and self._check_loss.passed
+        if self._taken and not self._loss_known and not passed:
             self._warn(
                 "the loss could not be checked to be the "
                 f"{'mean' if self._mean_loss else 'sum'} of one loss per sample, as loss_reduction "
@@ -175,8 +153,6 @@ class Guard:
         self._over, self._stepped = True, None
         for hook in self._hooks:
             hook.remove()
-        if self._watch is not None:
-            self._watch.remove()
 
     # -- samples --------------------------------------------------------------------------------
 
@@ -185,7 +161,7 @@ class Guard:
         samples, rows = self._samples, self._samples * self._views
         if self._probing or not self._capture.active or samples < 2:
             return
-        batch, others = call_paths((args, kwargs), rows)
+        batch, others = isolation.call_paths((args, kwargs), rows)
         if not batch:
             return
         self._shared |= others
@@ -211,9 +187,9 @@ class Guard:
         self._shapes = sizes
 
     def _probe(self, call: Call, *, thorough: bool) -> None:
-        self._probing, before = True, self._tensor_versions()
+        self._probing, before = True, self._versions()
         try:
-            self._harmless |= probe(
+            self._harmless |= isolation.probe(
                 self._capture,
                 call,
                 self._samples,
@@ -229,17 +205,16 @@ class Guard:
                 self._probed_modes.add(self._module.training)
         finally:
             # What the rehearsals have written and put back is as it was, for all but its version.
-            self._probing, after = False, self._tensor_versions()
-            self._versions = _carried_over(self._versions, before, after)
-            self._settled_versions = _carried_over(self._settled_versions, before, after)
+            self._probing, after = False, self._versions()
+            self._before = _carried_over(self._before, before, after)
+            self._settled = _carried_over(self._settled, before, after)
 
     def _look_at_outputs(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         """Hear of the backward pass of what the loop makes of them."""
         if self._probing or not self._due or not self._capture.active:
             return None
-        sizes = {
-            x.shape[:1] for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad
-        }
+        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        sizes = {x.shape[:1] for x in tensors if x.requires_grad}
         self._loss_known |= () in sizes  # the probe has looked at it
         if not sizes & {(), (self._samples * self._views,)}:
             return None  # not of the whole batch
@@ -266,6 +241,17 @@ class Guard:
             )
         self._loss_known |= found == {declared}
 
+    def _look_at_criterion(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Call it again on parts of the batch."""
+        tensors = isolation.tensors_of((args, kwargs)).values()
+        if not tensors or not torch.is_grad_enabled():
+            return
+        for x in tensors:
+            if not x.requires_grad:
+                self._look_at_order(x)
+        assert self._check_loss is not None
+        self._check_loss((args, kwargs), self._samples, due=self._due)
+
     def _look_at_order(self, rows: Tensor) -> None:
         """Rows of one record must come one after the other."""
         for given in self._handed_over:
@@ -281,18 +267,21 @@ class Guard:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _check_weights(self, now: Versions) -> None:
+    def _changed_since(self, before: _Snapshot) -> list[str]:
+        changed = differing(before.versions, self._versions())
+        if before.contents is not None:
+            was, now = before.contents, self._fingerprints()
+            changed += [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        return changed
+
+    def _check_weights(self) -> None:
         """Between two steps only the optimizer moves the weights."""
         if self._stepped is None:
             return
-        weights = {name: now[name] for name in self._stepped if name in now}
-        changed = _differing(self._stepped, weights)
-        if not changed and self._stepped_contents is not None:
-            contents, before = self._fingerprints(), self._stepped_contents
-            changed = [name for name in weights if contents[name] != before[name]]
-        self._stepped_contents = None
+        weights = self._stepped.versions
+        changed = [name for name in self._changed_since(self._stepped) if name in weights]
+        self._stepped = _Snapshot({n: x for n, x in self._versions().items() if n in weights})
         if changed:
-            self._stepped = weights
             self._warn(
                 f"weights were changed between private steps, other than by the optimizer "
                 f"('{changed[0]}' first): the guarantee covers what was put there only if it is "
@@ -307,35 +296,45 @@ class Guard:
                 "step: whatever else was made of them is not private"
             )
 
-    def _written_past_autograd(self, harmless: set[str]) -> list[str]:
+    def _written_past_autograd(self) -> list[str]:
         """What nobody trains and has changed though its version has not: through `.data`."""
-        versions, contents = self._tensor_versions(), self._fingerprints(constant=True)
-        excused = {*_differing(self._settled_versions, versions), *harmless}
-        changed = [
-            name
-            for name, content in contents.items()
-            if name not in excused and content != self._settled.get(name, content)
-        ]
-        if not changed:
-            self._settled, self._settled_versions = contents, versions
-        return changed
+        contents, was = self._fingerprints(constant=True), self._settled.contents or {}
+        now = self._versions()
+        seen = differing(self._settled.versions, now)
+        changed = (n for n, x in contents.items() if x != was.get(n, x) and n not in seen)
+        harmful = self._harmful(changed)
+        if not harmful:
+            self._settled = _Snapshot(now, contents)
+        return harmful
 
-    def _harmless_names(self) -> set[str]:
-        watched = () if self._watch is None else self._watch.harmless
-        return self._harmless | {f"criterion.{name}" for name in watched}
+    def _harmful(self, names: Iterable[str]) -> list[str]:
+        """Without those that change, but not with the samples."""
+        own = () if self._check_loss is None else self._check_loss.harmless
+        harmless = self._harmless | {f"criterion.{name}" for name in own}
+        return [name for name in names if name not in harmless]
+
+    def _refuse(self, changed: list[str]) -> None:
+        if changed and self._refused is None:
+            name = changed[0]
+            part = "criterion" if name.startswith("criterion.") else "model"
+            self._refused = (
+                f"'{name}' was changed by the private batch: it would carry private data out of "
+                "training without noise. Turn the running statistics of its module off, or replace "
+                f"the module, and build the {part} anew."
+            )
+        if self._refused is not None:
+            raise CaptureError(self._refused)
 
     def _tensors(self) -> dict[str, Tensor]:
-        model = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        if self._criterion is None:
-            return model
+        model = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         known = {id(x) for x in model.values()}
-        own = {f"criterion.{n}": x for n, x in state(self._criterion).items() if id(x) not in known}
-        return {**model, **own}
+        own = {} if self._criterion is None else state(self._criterion)
+        return model | {f"criterion.{n}": x for n, x in own.items() if id(x) not in known}
 
-    def _tensor_versions(self) -> Versions:
-        return {name: (x, _version(x)) for name, x in self._tensors().items()}
+    def _versions(self) -> Versions:
+        return versions(self._tensors())
 
-    def _fingerprints(self, *, constant: bool = False) -> dict[str, list[float]]:
+    def _fingerprints(self, *, constant: bool = False) -> Contents:
         """Two numbers a tensor: they see changes through `.data`, which leave the version as it is.
 
         Of all that would be saved, too: a module may add to its state_dict what is neither weight
@@ -346,22 +345,27 @@ class Guard:
         if constant:
             trained = {n for n, p in self._module.named_parameters() if p.requires_grad}
             tensors = {n: x for n, x in tensors.items() if n not in trained}
-        fingerprints = {}
-        for name, tensor in tensors.items():
-            x = tensor.detach().double()
-            fingerprints[name] = torch.stack([x.sum(), x.square().sum()]).nan_to_num().tolist()
-        return fingerprints
+        return {name: _fingerprint(x.detach().double()) for name, x in tensors.items()}
 
 
-class _OfACopy:
-    """What stays of the guard in a copy of the model: the copy must not be trained instead."""
+def _fingerprint(x: Tensor) -> list[float]:
+    numbers: list[float] = torch.stack([x.sum(), x.square().sum()]).nan_to_num().tolist()
+    return numbers
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = weakref.ref(capture)
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        capture = self._capture()
-        trained = any(p.requires_grad for p in module.parameters())
+class _OfACopy(Hook):
+    """What stays of the guard in a copy of the model, and in copies of that."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfACopy:
+        return self
+
+
+def _refuse_training(copy_of: Capture) -> _OfACopy:
+    """A copy of the model must not be trained instead."""
+    known = weakref.ref(copy_of)
+
+    def look(module: nn.Module, *_: Any) -> None:
+        capture, trained = known(), any(p.requires_grad for p in module.parameters())
         if capture is not None and capture.active and trained:
             raise CaptureError(
                 "A copy of the private model was called, ready for training, while a private batch "
@@ -370,44 +374,37 @@ class _OfACopy:
                 "requires_grad_(False)."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OfACopy:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nobody, ()
+    return _OfACopy(look)
 
 
-def _nobody() -> Callable[..., None]:
-    return lambda *_: None
-
-
-def _differing(before: Versions, now: Versions) -> list[str]:
-    """Names of tensors that came, went, were replaced or written to."""
-    return [
-        name
-        for name in {**before, **now}
-        if name not in before
-        or name not in now
-        or before[name][0] is not now[name][0]
-        or before[name][1] != now[name][1]
-    ]
-
-
-def _carried_over(known: Versions, before: Versions, after: Versions) -> Versions:
+def _carried_over(known: _Snapshot, before: Versions, after: Versions) -> _Snapshot:
     """`known` as it would be now, but for what had changed before."""
-    changed = set(_differing(known, before))
-    kept = {name: version for name, version in known.items() if name in changed}
-    return kept | {name: version for name, version in after.items() if name not in changed}
+    changed = set(differing(known.versions, before))
+    kept = {name: version for name, version in known.versions.items() if name in changed}
+    new = {name: version for name, version in after.items() if name not in changed}
+    return known._replace(versions=kept | new)
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+def order_of_views(given: Tensor, rows: Tensor, views: int) -> str | None:
+    """'record' (all rows of one record, then the next), 'view', or None if it cannot be seen.
 
-
-def _changed(name: str) -> str:
-    part = "criterion" if name.startswith("criterion.") else "model"
-    return (
-        f"'{name}' was changed by the private batch: it would carry private data out of training "
-        f"without noise. Turn the running statistics of its module off, or replace the module, and "
-        f"build the {part} anew."
+    `given` is what the loader gave, n records or n × views rows of them; `rows` is what was made of
+    it. Augmented rows are not equal to their record, but nearer to it than to another.
+    """
+    if rows.shape[:1] != (len(given) * views,) or given.dtype != rows.dtype:
+        return None
+    given = given.detach().to(rows.device)
+    if given.shape[1:] == rows.shape[1:]:
+        given = given.unsqueeze(1).expand(-1, views, *given.shape[1:])
+    elif given.shape[1:] != (views, *rows.shape[1:]):
+        return None
+    by_record, by_view = (
+        (rows.detach().double() - order.flatten(0, 1).double()).view(len(rows), -1).norm(dim=1)
+        for order in (given, given.transpose(0, 1))
     )
+    for name, near, far in ("record", by_record, by_view), ("view", by_view, by_record):
+        nearer, decisive = int((near < far).sum()), int((near != far).sum())
+        equal = not bool((near > 0).any())
+        if nearer and (equal or (decisive >= _ENOUGH and nearer >= _SURE * decisive)):
+            return name
+    return None

@@ -8,38 +8,28 @@ What is compared never leaves this module except as an error or a warning to the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_with_path,
-)
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.numerics import Arithmetic, exact
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.model.criterion import splits
 from dpspan.support.errors import UnsupportedModule
-from dpspan.support.untouched import (
-    RandomNumbers,
-    fresh_seed,
-    plain_tensors,
-    positions,
-    shuffled,
-    untouched,
-)
+from dpspan.support.left_as_found import Mode, left_as_found, plain_tensors
+from dpspan.support.randomness import RandomState, fresh_seed, shuffled
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Versions = dict[str, tuple[Tensor, int]]
 
-# Comparisons of a new model and of one that has passed; more where they are left to chance.
-_FIRST, _FIRST_IF_RANDOM, _LATER, _LATER_IF_RANDOM = 5, 6, 1, 2
+# Comparisons of a new model and of one that has passed; one more if they are left to chance.
+_FIRST, _LATER = 5, 1
 _MOST = 12  # while no gradient is finite
 
 
@@ -69,12 +59,10 @@ def probe(
     Returns the names of buffers that the model changes, but in the same way whatever the samples
     are (a step counter, a cache of positions).
     """
-    stage = _Stage(capture, call, samples, views, mean_loss, frozenset(shared))
-    random = stage.draws()
-    if thorough:
-        rounds = _FIRST_IF_RANDOM if random else _FIRST
-    else:
-        rounds = _LATER_IF_RANDOM if random else _LATER
+    batch, _ = call_paths(call, samples * views)
+    paths = frozenset(batch.keys() - set(shared))
+    stage = _Stage(capture.model, call, samples, views, paths, capture, mean_loss)
+    rounds = (_FIRST if thorough else _LATER) + stage.draws()
     done, decided, start = 0, False, 0 if thorough else fresh_seed()
     while done < rounds or (not decided and done < _MOST):
         decided |= _compare_companies(stage, wide=(start + done) % 3 == 0)
@@ -88,25 +76,25 @@ def probe(
     return stage.harmless()
 
 
+def tensors_of(call: Call, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Tensor]:
+    """The tensors of a call by path, but for those without dimensions."""
+    flat, _ = tree_flatten_with_path(call, is_leaf=is_leaf)
+    return {keystr(path): x for path, x in flat if isinstance(x, Tensor) and x.dim()}
+
+
 def call_paths(call: Call, rows: int) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of a call that have the batch in front, by path, and the paths of the others."""
-    flat, _ = tree_flatten_with_path(call, is_leaf=_is_packed)
-    leaves = [(keystr(path), x) for path, x in flat]
-    tensors = {path: x for path, x in leaves if isinstance(x, Tensor) and x.dim()}
+    # In the parts of a packed sequence no sample can be exchanged.
+    tensors = tensors_of(call, is_leaf=lambda x: isinstance(x, PackedSequence))
     batch = {path: x for path, x in tensors.items() if len(x) == rows}
     return batch, tensors.keys() - batch.keys()
-
-
-def _is_packed(x: Any) -> bool:
-    """Whether it is a packed sequence, in whose parts no sample can be exchanged."""
-    return isinstance(x, PackedSequence)
 
 
 def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
     """Compare kept samples in two companies; whether the comparison could decide anything."""
     seed = fresh_seed()
+    kept, first, second = companies(stage.samples, wide)
     try:
-        kept, first, second = companies(stage.samples, wide)
         norms, others = stage.norms(first, seed), stage.norms(second, seed)
     except (RuntimeError, ValueError):  # sequences that must be sorted, say
         kept, first, second = neighbours(stage.samples)
@@ -117,7 +105,7 @@ def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
         raise NotComparable("it draws random numbers that a seed does not control")
     square = stage.squares()
     if square and _shared_by_all(stage, square):
-        return _compare_companies(stage.sharing(square), wide=wide)
+        return _compare_companies(stage.without(square), wide=wide)
     culprit = stage.culprit(kept, first, second, seed)
     hint = (
         f" An input of shape ({stage.rows}, {stage.rows}) counts as a batch here: if it is a mask "
@@ -139,7 +127,7 @@ def companies(samples: int, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
     A wide company is the whole batch. A narrow one is six samples over and over: few enough that
     one huge or broken record, which could drown every difference, is rarely among them.
     """
-    position, shift = positions(samples), 1 + fresh_seed() % (samples - 1)
+    position, shift = torch.arange(samples, device="cpu"), 1 + fresh_seed() % (samples - 1)
     kept = shuffled(samples) < max(1, samples // 2)
     if wide:
         return kept, position, torch.where(kept, position, (position + shift) % samples)
@@ -160,20 +148,17 @@ def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
 
     Without dropout, which comes with the place.
     """
-    if len(stage.batch) <= len(square):
+    if len(stage.paths) <= len(square):
         return False
-    sharing, seed = stage.sharing(square), fresh_seed()
-    places = positions(stage.samples)
-    with _evaluating(stage.model):
-        norms, moved = sharing.norms(places, seed), sharing.norms(places.roll(1), seed)
+    sharing, seed, places = stage.without(square), fresh_seed(), stage.everybody
+    norms, moved = (sharing.norms(x, seed, mode="evaluation") for x in (places, places.roll(1)))
     return not differ(norms.roll(1, 0), moved) and differ(norms, norms.roll(1, 0))
 
 
 def _check_memory(stage: _Stage) -> None:
     """Refuse a model in which something of a batch, kept in an attribute, reaches later ones."""
-    everybody = positions(stage.samples)
     _, _, few = neighbours(stage.samples)
-    seed = fresh_seed()
+    everybody, seed = stage.everybody, fresh_seed()
     after_itself, after_few = (stage.norms(everybody, seed, before=b) for b in (everybody, few))
     if not differ(after_itself, after_few):
         return
@@ -186,67 +171,94 @@ def _check_memory(stage: _Stage) -> None:
     )
 
 
-class _Stage(NamedTuple):
-    """A batch and the model, ready to be rehearsed."""
+@dataclass(frozen=True)
+class Rehearsal:
+    """A call of a module, and the same call with other samples in the places of its own.
 
-    capture: Capture
+    Each sample is `views` rows of the tensors at `paths`.
+    """
+
+    model: nn.Module
     call: Call
     samples: int
     views: int
-    mean_loss: bool
-    shared: frozenset[str]
+    paths: frozenset[str]
 
     @property
-    def model(self) -> nn.Module:
-        return self.capture.model
+    def everybody(self) -> Tensor:
+        """All samples, in their places."""
+        return torch.arange(self.samples, device="cpu")
+
+    def of(self, company: Tensor) -> Call:
+        """The call with these samples."""
+        rows = (company[:, None] * self.views + torch.arange(self.views, device="cpu")).flatten()
+
+        def pick(x: Tensor) -> Tensor:
+            return x.detach()[rows.to(x.device)].requires_grad_(x.requires_grad)
+
+        return self.replaced(pick)
+
+    def replaced(self, new: Callable[[Tensor], Tensor]) -> Call:
+        """The call with every tensor that has the samples in front replaced."""
+        call: Call = tree_map_with_path(
+            lambda path, leaf: new(leaf) if keystr(path) in self.paths else leaf, self.call
+        )
+        return call
+
+
+@dataclass(frozen=True)
+class _Stage(Rehearsal):
+    """A batch and the model, whose per-sample gradients are compared."""
+
+    capture: Capture
+    mean_loss: bool
 
     @property
     def rows(self) -> int:
         return self.samples * self.views
 
-    @property
-    def batch(self) -> dict[str, Tensor]:
-        batch, _ = call_paths(self.call, self.rows)
-        return {path: x for path, x in batch.items() if path not in self.shared}
-
     def squares(self) -> set[str]:
         """Inputs that could be a batch, or a mask that all samples share."""
-        return {path for path, x in self.batch.items() if x.shape == (self.rows, self.rows)}
+        batch, _ = call_paths(self.call, self.rows)
+        return {path for path in self.paths if batch[path].shape == (self.rows, self.rows)}
 
-    def sharing(self, paths: set[str]) -> _Stage:
-        return self._replace(shared=self.shared | paths)
+    def without(self, paths: set[str]) -> _Stage:
+        return replace(self, paths=self.paths - paths)
 
     def draws(self) -> bool:
         """Whether the model draws random numbers."""
-        with untouched(self.model, fresh_seed()), torch.no_grad():
-            before = RandomNumbers.of(self.model)
-            args, kwargs = self._of(positions(self.samples))  # it may work in place on them
+        with left_as_found(self.model, fresh_seed()), torch.no_grad():
+            before = RandomState.now()
+            args, kwargs = self.of(self.everybody)  # it may work in place on them
             self.model(*args, **kwargs)
-            return before != RandomNumbers.of(self.model)
+            return before != RandomState.now()
 
-    def norms(self, company: Tensor, seed: int, *, before: Tensor | None = None) -> Tensor:
+    def norms(
+        self, company: Tensor, seed: int, *, before: Tensor | None = None, mode: Mode = "as found"
+    ) -> Tensor:
         """Of the gradients of these samples, in a run by itself or right after another."""
-        with untouched(self.model, seed) as reseed:
+        with left_as_found(self.model, seed, mode=mode) as restart:
             if before is not None:
-                self._run(self._of(before))
-                reseed()
-            return self._run(self._of(company))
+                self._run(self.of(before))
+                restart()
+            return self._run(self.of(company))
 
     def harmless(self) -> set[str]:
         """Buffers that a run changes, and the blank batch in the same way."""
         before = {name: b.clone() for name, b in self.model.named_buffers()}
-        after = self._buffers_after(self._of(positions(self.samples)))
+        after = self._buffers_after(self.of(self.everybody))
         changed = [n for n, b in after.items() if n not in before or not torch.equal(b, before[n])]
         if not changed:
             return set()
         # Exchanged samples might leave a maximum as it is; a blank batch would not.
-        blank = self._buffers_after(self._replaced(torch.zeros_like))
+        blank = self._buffers_after(self.replaced(torch.zeros_like))
         return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
 
     def check_scale(self) -> None:
         """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
-        with untouched(self.model, fresh_seed()), torch.no_grad(), _evaluating(self.model):
-            order, part = positions(self.samples), max(1, self.samples // 3)
+        order, part = self.everybody, max(1, self.samples // 3)
+        reduction = "mean" if self.mean_loss else "sum"
+        with left_as_found(self.model, fresh_seed(), mode="evaluation"), torch.no_grad():
             together = self._loss(order)
             if together is None:
                 return
@@ -254,9 +266,8 @@ class _Stage(NamedTuple):
                 losses = self._loss(order[:part]), self._loss(order[part:])
             except Exception:  # whatever it says may show private data
                 raise NotComparable("its loss cannot be computed on a part of the batch") from None
-        same = splits(together, *losses, (part, self.samples - part), mean=self.mean_loss)
-        if same is False:
-            reduction = "mean" if self.mean_loss else "sum"
+        sizes = part, self.samples - part
+        if splits(together, *losses, sizes=sizes, mean=self.mean_loss) is False:
             raise UnsupportedModule(
                 f"The loss that {type(self.model).__name__} returns is not the {reduction} of one "
                 f"loss per sample, as loss_reduction='{reduction}' says: per-sample gradients "
@@ -266,7 +277,7 @@ class _Stage(NamedTuple):
     def culprit(self, kept: Tensor, first: Tensor, second: Tensor, seed: int) -> str:
         """The first module whose output for the kept samples changes with the others, by name."""
         rows = kept.repeat_interleave(self.views)
-        outputs = (self._outputs(self._of(company), seed) for company in (first, second))
+        outputs = (self._outputs(self.of(company), seed) for company in (first, second))
         for (path, module, x), (_, _, y) in zip(*outputs, strict=False):
             alike = x.shape == y.shape and len(x) == len(rows)
             if path and alike and differ(x[rows].flatten(1), y[rows].flatten(1)):
@@ -275,36 +286,11 @@ class _Stage(NamedTuple):
 
     def remembers(self, seed: int) -> str:
         """What the model keeps, by name where it is a tensor."""
-        before = {name: (x, x._version) for name, x in plain_tensors(self.model).items()}
-        with untouched(self.model, seed):
-            self._run(self._of(positions(self.samples)))
-            now = {name: (x, x._version) for name, x in plain_tensors(self.model).items()}
-            changed = [
-                name
-                for name, (x, version) in now.items()
-                if name not in before or before[name][0] is not x or before[name][1] != version
-            ]
+        before = versions(plain_tensors(self.model))
+        with left_as_found(self.model, seed):
+            self._run(self.of(self.everybody))
+            changed = differing(before, versions(plain_tensors(self.model)))
         return f"'{changed[0]}'" if changed else type(self.model).__name__
-
-    def _of(self, company: Tensor) -> Call:
-        """The call with these samples in place of the batch's."""
-        rows = (company[:, None] * self.views + positions(self.views)).flatten()
-
-        def pick(x: Tensor) -> Tensor:
-            picked = x.detach()[rows.to(x.device)]
-            return picked.requires_grad_(x.requires_grad)
-
-        return self._replaced(pick)
-
-    def _replaced(self, replace: Any) -> Call:
-        """The call with every input that has the batch in front replaced."""
-        batch = self.batch
-        replaced: Call = tree_map_with_path(
-            lambda path, leaf: replace(leaf) if keystr(path) in batch else leaf,
-            self.call,
-            is_leaf=_is_packed,
-        )
-        return replaced
 
     def _run(self, call: Call) -> Tensor:
         """Norms of the per-sample gradients of a made-up loss, by parameter.
@@ -323,68 +309,44 @@ class _Stage(NamedTuple):
                 if x.dim() == 0:
                     terms.append(self.rows * x if self.mean_loss else x)
                 elif len(x) == self.rows:
-                    weights = torch.rand(x.shape[1:], generator=generator, device="cpu").to(
-                        x.device
-                    )
-                    terms.append((x.sin() * weights).sum())
+                    weights = torch.rand(x.shape[1:], generator=generator, device="cpu")
+                    terms.append((x.sin() * weights.to(x.device)).sum())
             if not terms:
                 raise NotComparable("no output of it has the batch in front and needs a gradient")
             torch.stack([term.double() for term in terms]).sum().backward()
             return parameter_norms(self.capture.gradients())
 
     def _loss(self, company: Tensor) -> Tensor | None:
-        args, kwargs = self._of(company)
+        args, kwargs = self.of(company)
         outputs = (x for x in tree_leaves(self.model(*args, **kwargs)) if isinstance(x, Tensor))
         return next((x for x in outputs if not x.dim()), None)
 
     def _buffers_after(self, call: Call) -> dict[str, Tensor]:
-        with untouched(self.model, 0):
+        with left_as_found(self.model, 0):
             self._run(call)
             return {name: b.clone() for name, b in self.model.named_buffers()}
 
     def _outputs(self, call: Call, seed: int) -> list[tuple[str, nn.Module, Tensor]]:
         """Every module's output tensors, in the order in which they came."""
         seen: list[tuple[str, nn.Module, Tensor]] = []
-        handles = []
-        for path, module in self.model.named_modules():
+        paths = {module: path for path, module in self.model.named_modules()}
 
-            def note(m: nn.Module, _: Any, output: Any, path: str = path) -> None:
-                tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim())
-                seen.extend((path, m, t.detach().clone()) for t in tensors)
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim())
+            seen.extend((paths.get(module, ""), module, t.detach().clone()) for t in tensors)
 
-            handles.append(module.register_forward_hook(note))
-        try:
-            with torch.no_grad(), untouched(self.model, seed):
-                args, kwargs = call
-                self.model(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with register_module_forward_hook(note), left_as_found(self.model, seed), torch.no_grad():
+            args, kwargs = call
+            self.model(*args, **kwargs)
         return seen
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def parameter_norms(gradients: PerSampleGradients) -> Tensor:
     """Of each parameter's gradients, (n, parameters): a small one must not be lost among others."""
     arithmetic, zero = Arithmetic.of(gradients.like), gradients.like.new_zeros(gradients.samples)
     with exact():
-        squares = [
-            gradients.terms[name].squared_norms(arithmetic).value.double()
-            if name in gradients.terms
-            else zero.double()
-            for name in gradients.shapes
-        ]
-    return torch.stack(squares, dim=1).sqrt()
+        squares = {n: x.squared_norms(arithmetic).value for n, x in gradients.terms.items()}
+    return torch.stack([squares.get(n, zero).double() for n in gradients.shapes], dim=1).sqrt()
 
 
 def differ(x: Tensor, y: Tensor) -> bool:
@@ -401,3 +363,54 @@ def differ(x: Tensor, y: Tensor) -> bool:
     # What should be zero is rounding of the rest; rounding to few bits, under autocast.
     rest = (1e-2 if torch.is_autocast_enabled() else 1e-5) * size.amax(1, keepdim=True)
     return bool(((x - y).abs() > 1e-3 * size + rest).any())
+
+
+def same(x: Tensor, y: Tensor | None) -> bool:
+    """But for rounding."""
+    if y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.allclose(x.double(), y.double(), equal_nan=True)
+
+
+def splits(
+    together: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    *,
+    sizes: tuple[int, int],
+    mean: bool,
+) -> bool | None:
+    """Whether the losses of two parts make up the loss of both; None if nothing can be said."""
+    if together is None or first is None or second is None:
+        return None
+    if together.dim():  # one loss per entry
+        apart = torch.cat([first, second])
+        if apart.shape != together.shape:
+            return False
+    elif mean:
+        n, m = sizes
+        apart, together = first * n + second * m, together * (n + m)
+    else:
+        apart = first + second
+    finite = together.isfinite()
+    if not torch.equal(finite, apart.isfinite()):
+        return False
+    if not bool(finite.any()):
+        return None
+    return torch.allclose(apart[finite], together[finite], rtol=1e-3, atol=1e-6)
+
+
+def versions(tensors: dict[str, Tensor]) -> Versions:
+    """Each tensor, and how often it was written to."""
+    return {name: (x, 0 if x.is_inference() else x._version) for name, x in tensors.items()}
+
+
+def differing(before: Versions, now: Versions) -> list[str]:
+    """Names of tensors that came, went, were replaced or written to."""
+    nothing = None, 0
+    return [
+        name
+        for name in {**before, **now}
+        if before.get(name, nothing)[0] is not now.get(name, nothing)[0]
+        or before[name][1] != now[name][1]
+    ]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.model.isolation import companies, differ, neighbours, parameter_norms
+from dpspan.model import isolation
+from dpspan.model.isolation import differ, parameter_norms
 from dpspan.support.errors import UnsupportedModule
-from dpspan.support.untouched import RandomNumbers, untouched
+from dpspan.support.left_as_found import left_as_found
+from dpspan.support.randomness import RandomState
 
 
 def per_sample_gradients(
@@ -39,9 +39,8 @@ def per_sample_gradients(
         >>> J.samples, J.norms().shape
         (5, torch.Size([5]))
     """
-    sizes = {
-        leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
-    }
+    tensors = isolation.tensors_of((batch, {}))
+    sizes = {len(x) for x in tensors.values()}
     if len(sizes) != 1:
         raise ValueError(
             f"Expected every tensor of the batch to have the same first dimension, got {sizes}."
@@ -62,16 +61,18 @@ def per_sample_gradients(
 
     if not check or samples < 2:
         return gradients(*batch)
-    start = RandomNumbers.of(model)
+    start = RandomState.now()
     result = gradients(*batch)
+    here = parameter_norms(result)
 
     def norms(*batch: Any) -> Tensor:
-        with untouched(model, start):
+        with left_as_found(model, start):
             return parameter_norms(gradients(*batch))
 
-    here = parameter_norms(result)
-    for kept, _, company in (companies(samples, wide=True), neighbours(samples)):
-        elsewhere = tree_map_only(Tensor, partial(_rows, rows=company), batch)
+    rehearsal = isolation.Rehearsal(model, (batch, {}), samples, 1, frozenset(tensors))
+    ways = isolation.companies(samples, wide=True), isolation.neighbours(samples)
+    for kept, _, company in ways:
+        elsewhere, _ = rehearsal.of(company)
         try:
             there = norms(*elsewhere)
         except (RuntimeError, ValueError):  # sequences that must be sorted, say: in another order
@@ -85,7 +86,3 @@ def per_sample_gradients(
             )
         break
     return result
-
-
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    return x[rows.to(x.device)] if x.dim() else x

@@ -27,14 +27,6 @@ class Trainable(Protocol):
         """The names of its parameters in this model."""
 
 
-@runtime_checkable
-class Adapter(Trainable, Protocol):
-    """A set of parameters that are not in the model yet."""
-
-    def adapt(self, model: nn.Module) -> None:
-        """Put them in."""
-
-
 def train_only(model: Model, trainable: Trainable) -> Model:
     """Freeze everything but this set, in place; the model with what the set adds to it.
 
@@ -48,7 +40,7 @@ def train_only(model: Model, trainable: Trainable) -> Model:
         >>> [p.requires_grad for p in model.parameters()]
         [False, False, True, True]
     """
-    if isinstance(trainable, Adapter):
+    if isinstance(trainable, LoRA):
         trainable.adapt(model)
     chosen = chosen_parameters(model, trainable)
     for parameter in model.parameters():
@@ -87,7 +79,6 @@ class LastLayers:
         check_count("count", self.count)
 
     def names(self, model: nn.Module) -> set[str]:
-        """The parameters of those layers."""
         layers = _layers(model)
         if self.count > len(layers):
             raise ValueError(
@@ -111,7 +102,6 @@ class FirstAndLast:
     """
 
     def names(self, model: nn.Module) -> set[str]:
-        """The parameters of the two layers."""
         layers = _layers(model)
         return layers[0] | layers[-1] if layers else set()
 
@@ -134,7 +124,6 @@ class Named:
         _check_paths("paths", self.paths)
 
     def names(self, model: nn.Module) -> set[str]:
-        """The parameters at and below each path."""
         return _below(model, self.paths)
 
 
@@ -163,7 +152,8 @@ class BiasOnly:
         return biases | _below(model, self.also)
 
 
-# They read the weights of the layers inside them without a call (the latter when it evaluates).
+# They read the weights of layers inside them without a call (the latter when it evaluates): an
+# adapter there would not count.
 _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -194,11 +184,10 @@ class LoRA:
             check_count("alpha", self.alpha)
         if self.targets is not None:
             _check_paths("targets", self.targets)
-            expect(len(self.targets) > 0, "targets to be one layer or more", self.targets)
+            expect(self.targets != (), "targets to be one layer or more", self.targets)
         _check_paths("also", self.also)
 
     def names(self, model: nn.Module) -> set[str]:
-        """The adapters' parameters, and those of `also`."""
         return _adapters(model) | _below(model, self.also)
 
     def adapt(self, model: nn.Module) -> None:
@@ -224,10 +213,11 @@ class LoRA:
             for path, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Conv2d) and path and not _is_below(path, self.also)
         }
-        unseen = _unseen(model)
+        around = [path for path, m in model.named_modules() if isinstance(m, _READS_WEIGHTS)]
+        unseen = {path for path in layers if _is_below(path, around) or "" in around}
+        seen = [path for path in layers if path not in unseen]
         if self.targets is None:
-            linear = (path for path, module in layers.items() if isinstance(module, nn.Linear))
-            paths = [path for path in linear if path not in unseen]
+            paths = [path for path in seen if isinstance(layers[path], nn.Linear)]
             if not paths:
                 raise ValueError(
                     "The model has no Linear layer that could get a LoRA adapter: name its Conv2d "
@@ -242,7 +232,7 @@ class LoRA:
                 raise ValueError(
                     f"Expected targets to be Linear or Conv2d layers outside of `also`, which the "
                     f"model calls, got '{target}'{where}. Layers that can get an adapter: "
-                    f"{_some(path for path in layers if path not in unseen)}."
+                    f"{_some(seen)}."
                 )
             chosen |= found
         return sorted(chosen)
@@ -282,12 +272,6 @@ def _is_below(name: str, paths: Iterable[str]) -> bool:
 
 def _adapters(model: nn.Module) -> set[str]:
     return {name for name in _all_names(model) if {"lora_A", "lora_B"} & set(name.split("."))}
-
-
-def _unseen(model: nn.Module) -> set[str]:
-    """Layers whose weights are read by a module around them: an adapter there would not count."""
-    around = [path for path, m in model.named_modules() if isinstance(m, _READS_WEIGHTS)]
-    return {path for path, _ in model.named_modules() if _is_below(path, around) or "" in around}
 
 
 def _refuse_shared(model: nn.Module, paths: Iterable[str]) -> None:

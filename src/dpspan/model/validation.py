@@ -10,8 +10,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
+from dpspan.gradients.capture import Hook
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
 from dpspan.support.errors import UnsupportedModule
 
@@ -111,7 +114,9 @@ def fix(model: nn.Module) -> nn.Module:
         if replace is None:
             continue
         if module not in made:
-            new = made[module] = _keep_parameters(module, replace(module)).train(module.training)
+            new = made[module] = replace(module).train(module.training)
+            for name, p in module.named_parameters(recurse=False):
+                setattr(new, name, nn.Parameter(p.detach().clone(), p.requires_grad))
             _logger.info("fix: %s: %s becomes %s", path or "the model itself", module, new)
         if path == "":
             return made[module]
@@ -130,7 +135,7 @@ def _fixer(module: nn.Module) -> Callable[[Any], nn.Module] | None:
     if _is_lazy(module):
         return None
     if is_of_opacus(module):
-        return _fix_opacus if type(module).__name__ in _OF_OPACUS else None
+        return _fix_opacus if type(module).__name__ in ("DPLSTM", "DPGRU", "DPRNN") else None
     forward = getattr(module.forward, "__func__", None)
     if forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return _fix_batch_norm
@@ -145,9 +150,8 @@ def _fix_batch_norm(module: _BatchNorm) -> nn.Module:
     # by itself. The same goes for images of one pixel, as global pooling leaves them: there a group
     # of one channel gives a constant, and one of two a sign.
     if not isinstance(module, nn.BatchNorm1d):
-        groups = max(
-            g for g in (1, 2, 4, 8, 16, 32) if channels % g == 0 and g <= max(1, channels / 4)
-        )
+        fitting = (g for g in (2, 4, 8, 16, 32) if channels % g == 0 and 4 * g <= channels)
+        groups = max(fitting, default=1)
     return nn.GroupNorm(groups, channels, module.eps, module.affine)
 
 
@@ -155,23 +159,37 @@ def _fix_instance_norm(module: _InstanceNorm) -> nn.Module:
     return type(module)(module.num_features, eps=module.eps, affine=module.affine)
 
 
-_OF_OPACUS: dict[str, Callable[..., nn.Module]] = {
-    "DPLSTM": nn.LSTM,
-    "DPGRU": nn.GRU,
-    "DPRNN": nn.RNN,
-}
-
-
 def _fix_opacus(module: Any) -> nn.Module:
-    kind = _OF_OPACUS[type(module).__name__]
+    kind = getattr(nn, type(module).__name__.removeprefix("DP"))
     names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
     options = {name: getattr(module, name) for name in names}
-    return kind(module.input_size, module.hidden_size, **options, **module.cell_params)
+    fixed: nn.Module = kind(module.input_size, module.hidden_size, **options, **module.cell_params)
+    return fixed
 
 
-def _keep_parameters(module: nn.Module, replacement: nn.Module) -> nn.Module:
-    for name, parameter in module.named_parameters(recurse=False):
-        setattr(
-            replacement, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        )
-    return replacement
+def refuse_wrappers(model: nn.Module) -> None:
+    """UnsupportedModule if the model, or a part of it, is wrapped for several devices."""
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            _refuse(type(module).__name__, path or "the model itself")
+
+
+def watch_for_wrappers(model: nn.Module) -> RemovableHandle:
+    """Refuse, when the model is called, what it was wrapped into since."""
+
+    def look(called: nn.Module, _: Any) -> None:
+        # While one of them calls its module, torch knows it by this name.
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            _refuse(DistributedDataParallel.__name__, "the model")
+        if getattr(called, "_is_replica", False):  # as one GPU of several gets it
+            _refuse(DataParallel.__name__, "the model")
+
+    return model.register_forward_pre_hook(Hook(look), prepend=True)
+
+
+def _refuse(wrapper: str, what: str) -> None:
+    raise UnsupportedModule(
+        f"{what} is wrapped in {wrapper}, which splits batches and adds up gradients before they "
+        "are clipped. Train the module inside it, on one device: pass it to make_private as it is, "
+        "and leave it so."
+    )

@@ -8,7 +8,7 @@ run that was resumed, computes the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ from dpspan.public.data import PublicData, move
 from dpspan.public.losses import SampleCriterion, call, check_classes, shapes, takes_classes
 from dpspan.support.checks import check_count, expect, shown
 from dpspan.support.errors import DPSpanError
-from dpspan.support.randomness import seeded
+from dpspan.support.left_as_found import left_as_found
 
 # One seed serves several purposes; each draws from a stream of its own.
 _LABELS, _SUBSET, _MODEL = range(3)
@@ -349,24 +349,9 @@ def _losses_by(
     return _CriterionLoss(criterion, labels, data)
 
 
-@contextmanager
-def _left_as_found(model: nn.Module, generator: np.random.Generator) -> Iterator[None]:
-    """Run the model on copies of its buffers, and its dropout on random numbers of its own.
-
-    Copies, rather than contents restored: buffers are watched for changes during a private step.
-    """
-    found = [(module, dict(module._buffers)) for module in model.modules()]
-    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
-    seed = int(generator.integers(2**63))
-    try:
-        for module, buffers in found:
-            module._buffers.update({n: b if b is None else copies[b] for n, b in buffers.items()})
-        with seeded(model, seed):
-            yield
-    finally:
-        for module, buffers in found:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+def _left_as_found(model: nn.Module, generator: np.random.Generator) -> AbstractContextManager[Any]:
+    """On copies of the buffers, which are watched for changes during a private step."""
+    return left_as_found(model, int(generator.integers(2**63)), copies=True)
 
 
 def _generator(seed: int, refresh: int, stream: int) -> np.random.Generator:

@@ -26,6 +26,7 @@ from dpspan.public.patch_filters import PatchResponses
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.files import replacing
 from dpspan.support.progress import watched
+from dpspan.support.randomness import seeded
 
 _AT_ONCE = 256  # images
 _COLUMNS = 4096  # of a Gram matrix's factor, multiplied at a time
@@ -141,8 +142,7 @@ class PatchFeatures(PublicLayer):
         images, responses = _learnt(data, filters, sizes, grids, threshold, mirror, seed, device)
         pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
-        with torch.random.fork_rng([]):  # the views' draws leave the caller's alone
-            torch.default_generator.manual_seed(seed)
+        with seeded(seed):  # the views' draws leave the caller's alone
             means = torch.cat([responses(_changed(x) if view else x) for x, view in shown])
         found = _directions(means.pow_(power), directions, whitening)
         settings = {

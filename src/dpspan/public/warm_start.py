@@ -107,7 +107,7 @@ class WarmStart:
         _check_model(model)
         losses = _CriterionLoss(criterion) if self.loss is None else self.loss
         with (
-            seeded(model, self.seed) as reseed,
+            seeded(self.seed) as reseed,
             _put_back_on_error(model) as found,
             torch.enable_grad(),
             _progress_bar(visible=progress) as bar,

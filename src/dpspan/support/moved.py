@@ -38,7 +38,7 @@ MOVED = {
     "dpspan.layers": "dpspan.gradients.layers",
     "dpspan.layout": "dpspan.gradients.layout",
     "dpspan.ledger": "dpspan.accounting.ledger",
-    "dpspan.loss_graph": "dpspan.model.loss_graph",
+    "dpspan.loss_graph": "dpspan.model.criterion",
     "dpspan.low_rank": "dpspan.mechanisms.low_rank",
     "dpspan.mechanisms.in_subspace": "dpspan.mechanisms.subspace_method",
     "dpspan.mixing": "dpspan.mechanisms.schedule",
@@ -55,7 +55,7 @@ MOVED = {
     "dpspan.progress": "dpspan.support.progress",
     "dpspan.promises": "dpspan.accounting.promises",
     "dpspan.public_gradients": "dpspan.public.gradients",
-    "dpspan.quiet": "dpspan.support.quiet",
+    "dpspan.quiet": "dpspan.support.left_as_found",
     "dpspan.randomness": "dpspan.support.randomness",
     "dpspan.report": "dpspan.app.report",
     "dpspan.residual": "dpspan.subspaces.residual",
@@ -70,14 +70,19 @@ MOVED = {
     "dpspan.span": "dpspan.subspaces.groups",
     "dpspan.strict_json": "dpspan.support.strict_json",
     "dpspan.subspace": "dpspan.subspaces.subspace",
-    "dpspan.text": "dpspan.model.text",
     "dpspan.trainable": "dpspan.model.trainable",
     "dpspan.transfer": "dpspan.public.warm_start",
     "dpspan.trial": "dpspan.gradients.trial",
-    "dpspan.untouched": "dpspan.support.untouched",
+    "dpspan.untouched": "dpspan.support.left_as_found",
     "dpspan.validation": "dpspan.model.validation",
-    "dpspan.views": "dpspan.model.views",
-    "dpspan.wrappers": "dpspan.model.wrappers",
+    "dpspan.views": "dpspan.model.guard",
+    "dpspan.wrappers": "dpspan.model.validation",
+}
+
+# Of no use to the library itself.
+GONE = {
+    "dpspan.text": "benchmarks/text_models.py of the repository loads MiniLM, and "
+    "examples/finetune_text.py shows how to."
 }
 
 
@@ -88,6 +93,8 @@ class MovedModules(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for the paths in `MOVED`, and for what lay below them."""
+        if name in GONE:
+            raise ModuleNotFoundError(f"{name} is gone: {GONE[name]}", name=name)
         return ModuleSpec(name, self) if _new_path(name) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

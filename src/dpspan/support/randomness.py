@@ -8,33 +8,59 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
 # Where torch's CPU generator keeps the words of its Mersenne twister: see `_fill`.
 _STATE_OFFSET, _STATE_WORDS = 24, 624
 
 
+class RandomState(NamedTuple):
+    """Where the generators of torch (all devices in use), numpy and Python stand."""
+
+    torch: tuple[bytes, ...]
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        states = tuple(g.get_state().numpy().tobytes() for g in _generators())
+        name, keys, *rest = np.random.get_state()
+        return cls(states, (name, tuple(np.asarray(keys).tolist()), *rest), random.getstate())
+
+    def restore(self) -> None:
+        """Draw from here on what was drawn then."""
+        for generator, state in zip(_generators(), self.torch, strict=False):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
 @contextmanager
-def seeded(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
-    """What the model draws comes from this seed, and anew when the function given is called.
+def seeded(start: int | RandomState | None) -> Iterator[Callable[[], None]]:
+    """All is drawn from a seed, or as from another time, and anew when the function is called.
 
-    Generator by generator: torch.manual_seed would also seed the devices that are not in use,
-    and nobody would put those back.
+    Afterwards the generators stand where they stood; None is for that alone.
     """
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    before = RandomState.now()
 
-    def reseed() -> None:
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
+    def restart() -> None:
+        if isinstance(start, int):
+            for generator in _generators():  # torch.manual_seed would seed devices not in use, too
+                generator.manual_seed(start)
+            np.random.seed(start % 2**32)
+            random.seed(start)
+        else:
+            (start or before).restore()
 
-    with torch.random.fork_rng(devices):
-        reseed()
-        yield reseed
+    try:
+        restart()
+        yield restart
+    finally:
+        before.restore()
 
 
 @contextmanager
@@ -45,14 +71,9 @@ def fresh_randomness() -> Iterator[None]:
     change the dropout masks and the augmentation of all records that come after it, and no clip
     covers that.
     """
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(_cuda_devices()):
-            renew()
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+    with seeded(None):
+        renew()
+        yield
 
 
 def renew() -> int:
@@ -60,16 +81,10 @@ def renew() -> int:
     random.seed()
     # As np.random.seed() does, which takes several times as long.
     np.random.set_state(("MT19937", _entropy(), _STATE_WORDS, 0, 0.0))
-    torch.default_generator.manual_seed(secrets.randbits(63))
+    for generator in _generators():
+        generator.manual_seed(secrets.randbits(63))
     _fill(torch.default_generator)
-    for device in _cuda_devices():
-        torch.cuda.default_generators[device].manual_seed(secrets.randbits(63))
-    return torch_seed()
-
-
-def torch_seed() -> int:
-    """What torch's CPU generator was seeded with last."""
-    return torch.default_generator.initial_seed()
+    return torch.initial_seed()
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,23 @@ class FreshWorker:
         if self.begin is not None:
             self.begin(worker)
         renew()  # last: the usual recipes seed numpy and Python
+
+
+def fresh_seed() -> int:
+    """A seed that nobody knows."""
+    return secrets.randbits(32)
+
+
+def shuffled(count: int) -> Tensor:
+    """0 … count - 1 in an order that takes nothing from torch's own random numbers."""
+    generator = torch.Generator("cpu").manual_seed(fresh_seed())
+    return torch.randperm(count, generator=generator, device="cpu")
+
+
+def _generators() -> list[torch.Generator]:
+    """Those that torch draws from by default, on the CPU and on every GPU if one is in use."""
+    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *on_gpus]
 
 
 def _fill(generator: torch.Generator) -> None:
@@ -104,7 +136,3 @@ def _fill(generator: torch.Generator) -> None:
 def _entropy() -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     """The state of a Mersenne twister."""
     return np.frombuffer(os.urandom(4 * _STATE_WORDS), dtype=np.uint32)
-
-
-def _cuda_devices() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)

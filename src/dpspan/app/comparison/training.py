@@ -162,8 +162,8 @@ class _Run:
 
 
 def _new_model(task: Task, seed: int) -> nn.Module:
-    place = nn.ParameterList([torch.empty(0, device=task.device)])
-    with seeded(place, seed):  # only the generators that are put back afterwards
+    torch.empty(0, device=task.device)  # a GPU's generator is seeded once the GPU is in use
+    with seeded(seed):
         return task.model().to(task.device)
 
 

@@ -39,10 +39,9 @@ class ModelSection(Section):
 
     def build(self, data: Loaded, *, seed: int) -> nn.Module:
         """The same network for the same seed."""
-        import torch
+        from dpspan.support.randomness import seeded
 
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             return self.draw(data)
 
 

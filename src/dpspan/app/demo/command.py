@@ -128,8 +128,7 @@ def _cores() -> int:
 
 def _initial() -> nn.Module:
     """Weights to compare gradients at; they have seen no data."""
-    model = network()
-    with seeded(model, 0):
+    with seeded(0):
         return network()
 
 
@@ -146,8 +145,7 @@ def _if_labelled(task: Task, opt_in: TensorDataset, seeds: int, comparison: Comp
     accuracies = []
     x, y = task.test[:]
     for seed in range(seeds):
-        model = network()
-        with seeded(model, seed):
+        with seeded(seed):
             model = network()
         dataclasses.replace(WARM, data=opt_in, seed=seed).run(model, task.criterion)
         with torch.no_grad():

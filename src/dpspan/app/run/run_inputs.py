@@ -24,6 +24,7 @@ from dpspan.model.trainable import Trainable, train_only
 from dpspan.public.data import PublicData
 from dpspan.public.encoding import encode_public
 from dpspan.public.patches import PatchFeatures
+from dpspan.support.randomness import seeded
 
 _SECRET = "This message depends on private data: do not publish it."
 
@@ -65,8 +66,7 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
         private = seen_by(layer, private)
         public = {name: encode_public(layer, data) for name, data in public.items()}
         test = None if test is None else seen_by(layer, test)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.training.seed)
+    with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
     return Parts(

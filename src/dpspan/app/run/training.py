@@ -28,6 +28,7 @@ from dpspan.engine.checkpoint import load_file
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.support.errors import BudgetExceeded
+from dpspan.support.left_as_found import left_as_found
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.strict_json import plain
 
@@ -365,16 +366,12 @@ class _Run:
 def evaluate(model: nn.Module, data: Loaded, device: torch.device) -> tuple[float, float]:
     """Mean loss and accuracy on samples that are not trained on."""
     inputs, labels = data.tensors
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     loss = right = 0.0
-    with torch.no_grad():
+    with left_as_found(model, mode="evaluation"), torch.no_grad():
         for x, y in zip(inputs.split(_EVALUATED), labels.split(_EVALUATED), strict=True):
             outputs, y = model(x.to(device)), y.to(device)
             loss += float(nn.functional.cross_entropy(outputs, y, reduction="sum"))
             right += float((outputs.argmax(1) == y).sum())
-    for module, training in modes:
-        module.training = training
     return loss / len(labels), right / len(labels)
 
 

