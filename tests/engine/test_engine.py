@@ -572,7 +572,9 @@ def test_wrong_reduction_is_refused_and_good_losses_are_not() -> None:
         setup(criterion=nn.CrossEntropyLoss(reduction="sum"))
     with pytest.raises(ValueError, match="class weights"):
         setup(criterion=nn.CrossEntropyLoss(weight=torch.ones(2)))
-    with pytest.raises(ValueError, match="Expected loss_reduction 'mean' or 'sum', got 'max'"):
+    with pytest.raises(
+        ValueError, match="Expected loss_reduction to be 'mean' or 'sum', got 'max'"
+    ):
         setup(loss_reduction="max")
     for criterion in (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss()):
         _, model, optimizer, loader = setup(criterion=criterion)

@@ -1,7 +1,5 @@
 """Does a collate_fn keep records apart? A few are collated in one company and in another."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, default_collate
 
-from dpspan.model.isolation import same
+from dpspan.model.isolation import same, tensors_of
 from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
 
 _ROUNDS = 2  # the record first, and last
@@ -85,10 +83,8 @@ def _collated(
         batch = dict(batch)
     elif not isinstance(batch, Tensor | tuple | list) and hasattr(batch, "__dict__"):
         batch = vars(batch)
-    leaves, _ = tree_flatten_with_path(batch)
-    arrays = {keystr(path): x for path, x in leaves if isinstance(x, Tensor | np.ndarray)}
-    tensors = {path: torch.as_tensor(x) for path, x in arrays.items()}
-    return {path: x for path, x in tensors.items() if x.shape[:1] == (len(records),)}, drew
+    tensors = tensors_of(tree_map_only(np.ndarray, torch.as_tensor, batch))
+    return {path: x for path, x in tensors.items() if len(x) == len(records)}, drew
 
 
 def _in_both(batch: Tensor, other: Tensor) -> bool | None:

@@ -15,7 +15,6 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
 from dpspan.accounting.epsilon import Budget, calibrate_event
@@ -38,7 +37,7 @@ from dpspan.gradients.capture import captures_on
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.criterion import check_criterion
-from dpspan.model.validation import refuse_wrappers, validate, watch_for_wrappers
+from dpspan.model.validation import refuse_wrappers, validate
 from dpspan.public.data import PublicData
 from dpspan.public.encoded import encodings
 from dpspan.public.overlap import refuse_overlap
@@ -286,8 +285,7 @@ class PrivacyEngine:
             "model": type(module).__name__,
             "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         }
-        watcher = watch_for_wrappers(module)
-        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step, watcher)
+        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step)
         _logger.info("dpspan: %s", description)
         return module, optimizer, loader
 
@@ -543,7 +541,6 @@ class _Run:
         loader: PrivateLoader,
         mechanism: Mechanism,
         step: PrivateStep,
-        watcher: RemovableHandle,
     ) -> None:
         self.noise_multiplier = noise_multiplier
         self.description = description
@@ -552,7 +549,6 @@ class _Run:
         self.guard = step.guard
         self._module = module
         self._step = step
-        self._watcher = watcher
         self._digest: str | None = None
 
     def weights_digest(self) -> str:
@@ -566,7 +562,6 @@ class _Run:
                 self.guard.review()
         self._step.remove()
         self.loader.on_piece = _refuse
-        self._watcher.remove()
 
 
 def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:

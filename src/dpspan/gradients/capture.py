@@ -378,7 +378,7 @@ class Capture:
                 return forward(*args, **kwargs)
 
         def losses(run: Callable[..., Any], seed: int, mode: Mode) -> Tensor | None:
-            with left_as_found(model, seed, mode=mode, copies=True):
+            with left_as_found(model, seed, mode=mode):
                 return made_up_losses(run(*args, **kwargs), rows, self._views)
 
         modes: tuple[Mode, ...] = ("without dropout", "evaluation")

@@ -222,7 +222,7 @@ class _Cuts:
             if name
         ]
         try:
-            with left_as_found(self.module, seed, mode=mode, copies=True):
+            with left_as_found(self.module, seed, mode=mode):
                 output = self.forward(*args, **kwargs)
         finally:
             for handle in handles:

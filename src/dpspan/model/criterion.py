@@ -6,8 +6,6 @@ that tells of the backward() at the end of what is computed from them (and is a 
 everything else), and autograd's graph is read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpspan.model.isolation import Call, Rehearsal, same, splits, tensors_of
+from dpspan.model.isolation import Call, Rehearsal, same, tensors_of
+from dpspan.support.checks import expect
 from dpspan.support.left_as_found import left_as_found, plain_tensors
 from dpspan.support.randomness import fresh_seed, shuffled
 
@@ -30,8 +29,8 @@ _SCALED_SUM = "scaled sum"  # by 1 / samples perhaps, or by something else
 
 def check_criterion(criterion: nn.Module | None, loss_reduction: str, model: nn.Module) -> None:
     """Refuse a criterion whose reduction is not the one the engine undoes, or that is trained."""
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"Expected loss_reduction 'mean' or 'sum', got {loss_reduction!r}.")
+    known = loss_reduction in ("mean", "sum")
+    expect(known, "loss_reduction to be 'mean' or 'sum'", loss_reduction)
     reduction = getattr(criterion, "reduction", None)
     if reduction in ("mean", "sum") and reduction != loss_reduction:
         raise ValueError(
@@ -113,14 +112,12 @@ class _Parts(Rehearsal):
 
         Among few a huge or broken sample, which could drown every difference, is rare.
         """
-        chosen = shuffled(self.samples)
-        chosen = chosen if wide else chosen[:8]
+        chosen = shuffled(self.samples)[: None if wide else 8]
         if first not in chosen:
             chosen[0] = first
         chosen = chosen[shuffled(len(chosen))]
         cut, seed = 1 + int(shuffled(len(chosen) - 1)[0]), fresh_seed()
-        losses = (self._loss(part, seed) for part in (chosen, chosen[:cut], chosen[cut:]))
-        return splits(*losses, sizes=(cut, len(chosen) - cut), mean=mean)
+        return self.splits(lambda part: self._loss(part, seed), chosen, cut, mean=mean)
 
     def repeatable(self) -> bool:
         seed = fresh_seed()
@@ -185,11 +182,11 @@ class Output(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on plain tensors, and pass on whom to tell."""
-        output = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
-        tell = None if output is None else output.tell
+        outputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        tell = outputs[0].tell if outputs else None
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.backward and tell is not None:
-                tell(output)
+                tell(outputs[0])
             if all(kind in (cls, Tensor, nn.Parameter) for kind in types):
                 result = func(*args, **(kwargs or {}))
                 return tree_map_only(Tensor, lambda x: _telling(x, tell), result)
@@ -318,7 +315,7 @@ def _of_torch_loss(node: Any, samples: int) -> str | None:
 def _factor(node: Any) -> float | None:
     """The constant by which a scalar is multiplied or divided."""
     for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
+        value: Any = getattr(node, name, None)
         constant = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
         if constant or isinstance(value, int | float):
             return float(value)

@@ -4,11 +4,9 @@ What it sees never leaves it except as an error or a warning to the operator. Wh
 makes a GPU wait is looked at in the batches 1, 2, 4, 8, …; some of it at random ones in between.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from dpspan.gradients.capture import Capture, Hook
 from dpspan.model import isolation
 from dpspan.model.criterion import CriterionCheck, mixes, reductions, state, tell_of_backward
-from dpspan.model.isolation import Call, NotComparable, NotFinite, Versions, differing, versions
+from dpspan.model.isolation import Call, Versions, differing, versions
+from dpspan.model.validation import refuse_wrapped_call
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import fresh_seed
 
@@ -158,6 +157,7 @@ class Guard:
 
     def _look_at_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Probe the model; notice inputs of varying length."""
+        refuse_wrapped_call(module)
         samples, rows = self._samples, self._samples * self._views
         if self._probing or not self._capture.active or samples < 2:
             return
@@ -187,9 +187,9 @@ class Guard:
         self._shapes = sizes
 
     def _probe(self, call: Call, *, thorough: bool) -> None:
-        self._probing, before = True, self._versions()
+        self._probing = True
         try:
-            self._harmless |= isolation.probe(
+            harmless = isolation.probe(
                 self._capture,
                 call,
                 self._samples,
@@ -198,16 +198,14 @@ class Guard:
                 thorough=thorough,
                 shared=self._shared,
             )
-            self._probed_modes.add(self._module.training)
-        except NotComparable as error:
-            if not isinstance(error, NotFinite):
-                self._warn(f"the model could not be checked to keep samples apart: {error}")
-                self._probed_modes.add(self._module.training)
+        except isolation.NotComparable as error:
+            self._warn(f"the model could not be checked to keep samples apart: {error}")
+            harmless = set()
         finally:
-            # What the rehearsals have written and put back is as it was, for all but its version.
-            self._probing, after = False, self._versions()
-            self._before = _carried_over(self._before, before, after)
-            self._settled = _carried_over(self._settled, before, after)
+            self._probing = False
+        if harmless is not None:
+            self._harmless |= harmless
+            self._probed_modes.add(self._module.training)
 
     def _look_at_outputs(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         """Hear of the backward pass of what the loop makes of them."""
@@ -280,8 +278,9 @@ class Guard:
             return
         weights = self._stepped.versions
         changed = [name for name in self._changed_since(self._stepped) if name in weights]
-        self._stepped = _Snapshot({n: x for n, x in self._versions().items() if n in weights})
+        self._stepped = _Snapshot(weights)
         if changed:
+            self._stepped = _Snapshot({n: x for n, x in self._versions().items() if n in weights})
             self._warn(
                 f"weights were changed between private steps, other than by the optimizer "
                 f"('{changed[0]}' first): the guarantee covers what was put there only if it is "
@@ -356,7 +355,7 @@ def _fingerprint(x: Tensor) -> list[float]:
 class _OfACopy(Hook):
     """What stays of the guard in a copy of the model, and in copies of that."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OfACopy:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
@@ -375,14 +374,6 @@ def _refuse_training(copy_of: Capture) -> _OfACopy:
             )
 
     return _OfACopy(look)
-
-
-def _carried_over(known: _Snapshot, before: Versions, after: Versions) -> _Snapshot:
-    """`known` as it would be now, but for what had changed before."""
-    changed = set(differing(known.versions, before))
-    kept = {name: version for name, version in known.versions.items() if name in changed}
-    new = {name: version for name, version in after.items() if name not in changed}
-    return known._replace(versions=kept | new)
 
 
 def order_of_views(given: Tensor, rows: Tensor, views: int) -> str | None:

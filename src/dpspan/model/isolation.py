@@ -6,11 +6,9 @@ and again in another, under the same random numbers: their per-sample gradients 
 What is compared never leaves this module except as an error or a warning to the operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +35,207 @@ class NotComparable(Exception):
     """Two runs of the model cannot be compared, so nothing can be said."""
 
 
-class NotFinite(NotComparable):
-    """Not of this batch; of another perhaps."""
+def tensors_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Tensor]:
+    """The tensors of a call or a batch by path, but for those without dimensions."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {keystr(path): x for path, x in flat if isinstance(x, Tensor) and x.dim()}
+
+
+def call_paths(call: Call, rows: int) -> tuple[dict[str, Tensor], set[str]]:
+    """The tensors of a call that have the batch in front, by path, and the paths of the others."""
+    # In the parts of a packed sequence no sample can be exchanged.
+    tensors = tensors_of(call, is_leaf=lambda x: isinstance(x, PackedSequence))
+    batch = {path: x for path, x in tensors.items() if len(x) == rows}
+    return batch, tensors.keys() - batch.keys()
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A call of a module, and the same call with other samples in the places of its own.
+
+    Each sample is `views` rows of the tensors at `paths`.
+    """
+
+    model: nn.Module
+    call: Call
+    samples: int
+    views: int
+    paths: frozenset[str]
+
+    @property
+    def everybody(self) -> Tensor:
+        """All samples, in their places."""
+        return torch.arange(self.samples, device="cpu")
+
+    def of(self, company: Tensor) -> Call:
+        """The call with these samples."""
+        rows = (company[:, None] * self.views + torch.arange(self.views, device="cpu")).flatten()
+
+        def pick(x: Tensor) -> Tensor:
+            return x.detach()[rows.to(x.device)].requires_grad_(x.requires_grad)
+
+        return self.replaced(pick)
+
+    def replaced(self, new: Callable[[Tensor], Tensor]) -> Call:
+        """The call with every tensor that has the samples in front replaced."""
+        call: Call = tree_map_with_path(
+            lambda path, leaf: new(leaf) if keystr(path) in self.paths else leaf, self.call
+        )
+        return call
+
+    def splits(
+        self, loss: Callable[[Tensor], Tensor | None], order: Tensor, cut: int, *, mean: bool
+    ) -> bool | None:
+        """Whether the losses of two parts of the samples make up the loss of both, if they tell."""
+        together = loss(order)
+        first, second = (None if together is None else loss(x) for x in (order[:cut], order[cut:]))
+        if together is None or first is None or second is None:
+            return None
+        if together.dim():  # one loss per entry
+            apart = torch.cat([first, second])
+            if apart.shape != together.shape:
+                return False
+        elif mean:
+            rest = len(order) - cut
+            apart, together = first * cut + second * rest, together * len(order)
+        else:
+            apart = first + second
+        finite = together.isfinite()
+        if not torch.equal(finite, apart.isfinite()):
+            return False
+        if not bool(finite.any()):
+            return None
+        return torch.allclose(apart[finite], together[finite], rtol=1e-3, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class _Stage(Rehearsal):
+    """A batch and the model, whose per-sample gradients are compared."""
+
+    capture: Capture
+    mean_loss: bool
+
+    @property
+    def rows(self) -> int:
+        return self.samples * self.views
+
+    def squares(self) -> set[str]:
+        """Inputs that could be a batch, or a mask that all samples share."""
+        batch, _ = call_paths(self.call, self.rows)
+        return {path for path in self.paths if batch[path].shape == (self.rows, self.rows)}
+
+    def without(self, paths: set[str]) -> Self:
+        return replace(self, paths=self.paths - paths)
+
+    def draws(self) -> bool:
+        """Whether the model draws random numbers."""
+        with left_as_found(self.model, fresh_seed()), torch.no_grad():
+            before = RandomState.now()
+            args, kwargs = self.of(self.everybody)  # it may work in place on them
+            self.model(*args, **kwargs)
+            return before != RandomState.now()
+
+    def norms(
+        self, company: Tensor, seed: int, *, before: Tensor | None = None, mode: Mode = "as found"
+    ) -> Tensor:
+        """Of the gradients of these samples, in a run by itself or right after another."""
+        with left_as_found(self.model, seed, mode=mode) as restart:
+            if before is not None:
+                self._run(self.of(before))
+                restart()
+            return self._run(self.of(company))
+
+    def harmless(self) -> set[str]:
+        """Buffers that a run changes, and the blank batch in the same way."""
+        before = {name: b.clone() for name, b in self.model.named_buffers()}
+        after = self._buffers_after(self.of(self.everybody))
+        changed = [n for n, b in after.items() if n not in before or not torch.equal(b, before[n])]
+        if not changed:
+            return set()
+        # Exchanged samples might leave a maximum as it is; a blank batch would not.
+        blank = self._buffers_after(self.replaced(torch.zeros_like))
+        return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
+
+    def check_scale(self) -> None:
+        """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
+        reduction, part = "mean" if self.mean_loss else "sum", max(1, self.samples // 3)
+        with left_as_found(self.model, fresh_seed(), mode="evaluation"), torch.no_grad():
+            try:
+                right = self.splits(self._loss, self.everybody, part, mean=self.mean_loss)
+            except Exception:  # whatever it says may show private data
+                raise NotComparable("its loss cannot be computed on a part of the batch") from None
+        if right is False:
+            raise UnsupportedModule(
+                f"The loss that {type(self.model).__name__} returns is not the {reduction} of one "
+                f"loss per sample, as loss_reduction='{reduction}' says: per-sample gradients "
+                "would be off by the batch size. Pass the loss_reduction that it has."
+            )
+
+    def culprit(self, kept: Tensor, first: Tensor, second: Tensor, seed: int) -> str:
+        """The first module whose output for the kept samples changes with the others, by name."""
+        rows = kept.repeat_interleave(self.views)
+        outputs = (self._outputs(self.of(company), seed) for company in (first, second))
+        for (path, module, x), (_, _, y) in zip(*outputs, strict=False):
+            alike = x.shape == y.shape and len(x) == len(rows)
+            if path and alike and differ(x[rows].flatten(1), y[rows].flatten(1)):
+                return f"'{path}' ({type(module).__name__})"
+        return type(self.model).__name__
+
+    def remembers(self, seed: int) -> str:
+        """What the model keeps, by name where it is a tensor."""
+        before = versions(plain_tensors(self.model))
+        with left_as_found(self.model, seed):
+            self._run(self.of(self.everybody))
+            changed = differing(before, versions(plain_tensors(self.model)))
+        return f"'{changed[0]}'" if changed else type(self.model).__name__
+
+    def _run(self, call: Call) -> Tensor:
+        """Norms of the per-sample gradients of a made-up loss, by parameter.
+
+        The loss is not linear, or its gradients might not depend on the samples at all: the sine
+        of every output, weighed by random numbers. A loss that the model returns counts as it is.
+        """
+        with self.capture.rehearsal(), torch.enable_grad():
+            args, kwargs = call
+            outputs = tree_leaves(self.model(*args, **kwargs))
+            generator = torch.Generator("cpu").manual_seed(0)
+            terms = []
+            for x in outputs:
+                if not isinstance(x, Tensor) or not x.requires_grad:
+                    continue
+                if x.dim() == 0:
+                    terms.append(self.rows * x if self.mean_loss else x)
+                elif len(x) == self.rows:
+                    weights = torch.rand(x.shape[1:], generator=generator, device="cpu")
+                    terms.append((x.sin() * weights.to(x.device)).sum())
+            if not terms:
+                raise NotComparable("no output of it has the batch in front and needs a gradient")
+            torch.stack([term.double() for term in terms]).sum().backward()
+            return parameter_norms(self.capture.gradients())
+
+    def _loss(self, company: Tensor) -> Tensor | None:
+        args, kwargs = self.of(company)
+        outputs = (x for x in tree_leaves(self.model(*args, **kwargs)) if isinstance(x, Tensor))
+        return next((x for x in outputs if not x.dim()), None)
+
+    def _buffers_after(self, call: Call) -> dict[str, Tensor]:
+        with left_as_found(self.model, 0):
+            self._run(call)
+            return {name: b.clone() for name, b in self.model.named_buffers()}
+
+    def _outputs(self, call: Call, seed: int) -> list[tuple[str, nn.Module, Tensor]]:
+        """Every module's output tensors, in the order in which they came."""
+        seen: list[tuple[str, nn.Module, Tensor]] = []
+        paths = {module: path for path, module in self.model.named_modules()}
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim())
+            seen.extend((paths.get(module, ""), module, t.detach().clone()) for t in tensors)
+
+        with register_module_forward_hook(note), left_as_found(self.model, seed), torch.no_grad():
+            args, kwargs = call
+            self.model(*args, **kwargs)
+        return seen
 
 
 def probe(
@@ -50,14 +247,14 @@ def probe(
     mean_loss: bool = True,
     thorough: bool = True,
     shared: Collection[str] = (),
-) -> set[str]:
+) -> set[str] | None:
     """Raise `UnsupportedModule` if a sample's gradient depends on other samples.
 
     Each sample is `views` rows of the input. Inputs at the paths `shared` are all samples' own.
     `thorough` is for a model seen for the first time. `NotComparable` if nothing could be said.
 
     Returns the names of buffers that the model changes, but in the same way whatever the samples
-    are (a step counter, a cache of positions).
+    are (a step counter, a cache of positions); None if no gradient of this batch is finite.
     """
     batch, _ = call_paths(call, samples * views)
     paths = frozenset(batch.keys() - set(shared))
@@ -68,26 +265,12 @@ def probe(
         decided |= _compare_companies(stage, wide=(start + done) % 3 == 0)
         done += 1
     if not decided:
-        raise NotFinite
+        return None
     if not thorough:
         return set()
     _check_memory(stage)
     stage.check_scale()
     return stage.harmless()
-
-
-def tensors_of(call: Call, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Tensor]:
-    """The tensors of a call by path, but for those without dimensions."""
-    flat, _ = tree_flatten_with_path(call, is_leaf=is_leaf)
-    return {keystr(path): x for path, x in flat if isinstance(x, Tensor) and x.dim()}
-
-
-def call_paths(call: Call, rows: int) -> tuple[dict[str, Tensor], set[str]]:
-    """The tensors of a call that have the batch in front, by path, and the paths of the others."""
-    # In the parts of a packed sequence no sample can be exchanged.
-    tensors = tensors_of(call, is_leaf=lambda x: isinstance(x, PackedSequence))
-    batch = {path: x for path, x in tensors.items() if len(x) == rows}
-    return batch, tensors.keys() - batch.keys()
 
 
 def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
@@ -171,176 +354,6 @@ def _check_memory(stage: _Stage) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """A call of a module, and the same call with other samples in the places of its own.
-
-    Each sample is `views` rows of the tensors at `paths`.
-    """
-
-    model: nn.Module
-    call: Call
-    samples: int
-    views: int
-    paths: frozenset[str]
-
-    @property
-    def everybody(self) -> Tensor:
-        """All samples, in their places."""
-        return torch.arange(self.samples, device="cpu")
-
-    def of(self, company: Tensor) -> Call:
-        """The call with these samples."""
-        rows = (company[:, None] * self.views + torch.arange(self.views, device="cpu")).flatten()
-
-        def pick(x: Tensor) -> Tensor:
-            return x.detach()[rows.to(x.device)].requires_grad_(x.requires_grad)
-
-        return self.replaced(pick)
-
-    def replaced(self, new: Callable[[Tensor], Tensor]) -> Call:
-        """The call with every tensor that has the samples in front replaced."""
-        call: Call = tree_map_with_path(
-            lambda path, leaf: new(leaf) if keystr(path) in self.paths else leaf, self.call
-        )
-        return call
-
-
-@dataclass(frozen=True)
-class _Stage(Rehearsal):
-    """A batch and the model, whose per-sample gradients are compared."""
-
-    capture: Capture
-    mean_loss: bool
-
-    @property
-    def rows(self) -> int:
-        return self.samples * self.views
-
-    def squares(self) -> set[str]:
-        """Inputs that could be a batch, or a mask that all samples share."""
-        batch, _ = call_paths(self.call, self.rows)
-        return {path for path in self.paths if batch[path].shape == (self.rows, self.rows)}
-
-    def without(self, paths: set[str]) -> _Stage:
-        return replace(self, paths=self.paths - paths)
-
-    def draws(self) -> bool:
-        """Whether the model draws random numbers."""
-        with left_as_found(self.model, fresh_seed()), torch.no_grad():
-            before = RandomState.now()
-            args, kwargs = self.of(self.everybody)  # it may work in place on them
-            self.model(*args, **kwargs)
-            return before != RandomState.now()
-
-    def norms(
-        self, company: Tensor, seed: int, *, before: Tensor | None = None, mode: Mode = "as found"
-    ) -> Tensor:
-        """Of the gradients of these samples, in a run by itself or right after another."""
-        with left_as_found(self.model, seed, mode=mode) as restart:
-            if before is not None:
-                self._run(self.of(before))
-                restart()
-            return self._run(self.of(company))
-
-    def harmless(self) -> set[str]:
-        """Buffers that a run changes, and the blank batch in the same way."""
-        before = {name: b.clone() for name, b in self.model.named_buffers()}
-        after = self._buffers_after(self.of(self.everybody))
-        changed = [n for n, b in after.items() if n not in before or not torch.equal(b, before[n])]
-        if not changed:
-            return set()
-        # Exchanged samples might leave a maximum as it is; a blank batch would not.
-        blank = self._buffers_after(self.replaced(torch.zeros_like))
-        return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
-
-    def check_scale(self) -> None:
-        """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
-        order, part = self.everybody, max(1, self.samples // 3)
-        reduction = "mean" if self.mean_loss else "sum"
-        with left_as_found(self.model, fresh_seed(), mode="evaluation"), torch.no_grad():
-            together = self._loss(order)
-            if together is None:
-                return
-            try:
-                losses = self._loss(order[:part]), self._loss(order[part:])
-            except Exception:  # whatever it says may show private data
-                raise NotComparable("its loss cannot be computed on a part of the batch") from None
-        sizes = part, self.samples - part
-        if splits(together, *losses, sizes=sizes, mean=self.mean_loss) is False:
-            raise UnsupportedModule(
-                f"The loss that {type(self.model).__name__} returns is not the {reduction} of one "
-                f"loss per sample, as loss_reduction='{reduction}' says: per-sample gradients "
-                "would be off by the batch size. Pass the loss_reduction that it has."
-            )
-
-    def culprit(self, kept: Tensor, first: Tensor, second: Tensor, seed: int) -> str:
-        """The first module whose output for the kept samples changes with the others, by name."""
-        rows = kept.repeat_interleave(self.views)
-        outputs = (self._outputs(self.of(company), seed) for company in (first, second))
-        for (path, module, x), (_, _, y) in zip(*outputs, strict=False):
-            alike = x.shape == y.shape and len(x) == len(rows)
-            if path and alike and differ(x[rows].flatten(1), y[rows].flatten(1)):
-                return f"'{path}' ({type(module).__name__})"
-        return type(self.model).__name__
-
-    def remembers(self, seed: int) -> str:
-        """What the model keeps, by name where it is a tensor."""
-        before = versions(plain_tensors(self.model))
-        with left_as_found(self.model, seed):
-            self._run(self.of(self.everybody))
-            changed = differing(before, versions(plain_tensors(self.model)))
-        return f"'{changed[0]}'" if changed else type(self.model).__name__
-
-    def _run(self, call: Call) -> Tensor:
-        """Norms of the per-sample gradients of a made-up loss, by parameter.
-
-        The loss is not linear, or its gradients might not depend on the samples at all: the sine
-        of every output, weighed by random numbers. A loss that the model returns counts as it is.
-        """
-        with self.capture.rehearsal(), torch.enable_grad():
-            args, kwargs = call
-            outputs = tree_leaves(self.model(*args, **kwargs))
-            generator = torch.Generator("cpu").manual_seed(0)
-            terms = []
-            for x in outputs:
-                if not isinstance(x, Tensor) or not x.requires_grad:
-                    continue
-                if x.dim() == 0:
-                    terms.append(self.rows * x if self.mean_loss else x)
-                elif len(x) == self.rows:
-                    weights = torch.rand(x.shape[1:], generator=generator, device="cpu")
-                    terms.append((x.sin() * weights.to(x.device)).sum())
-            if not terms:
-                raise NotComparable("no output of it has the batch in front and needs a gradient")
-            torch.stack([term.double() for term in terms]).sum().backward()
-            return parameter_norms(self.capture.gradients())
-
-    def _loss(self, company: Tensor) -> Tensor | None:
-        args, kwargs = self.of(company)
-        outputs = (x for x in tree_leaves(self.model(*args, **kwargs)) if isinstance(x, Tensor))
-        return next((x for x in outputs if not x.dim()), None)
-
-    def _buffers_after(self, call: Call) -> dict[str, Tensor]:
-        with left_as_found(self.model, 0):
-            self._run(call)
-            return {name: b.clone() for name, b in self.model.named_buffers()}
-
-    def _outputs(self, call: Call, seed: int) -> list[tuple[str, nn.Module, Tensor]]:
-        """Every module's output tensors, in the order in which they came."""
-        seen: list[tuple[str, nn.Module, Tensor]] = []
-        paths = {module: path for path, module in self.model.named_modules()}
-
-        def note(module: nn.Module, _: Any, output: Any) -> None:
-            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim())
-            seen.extend((paths.get(module, ""), module, t.detach().clone()) for t in tensors)
-
-        with register_module_forward_hook(note), left_as_found(self.model, seed), torch.no_grad():
-            args, kwargs = call
-            self.model(*args, **kwargs)
-        return seen
-
-
 def parameter_norms(gradients: PerSampleGradients) -> Tensor:
     """Of each parameter's gradients, (n, parameters): a small one must not be lost among others."""
     arithmetic, zero = Arithmetic.of(gradients.like), gradients.like.new_zeros(gradients.samples)
@@ -370,34 +383,6 @@ def same(x: Tensor, y: Tensor | None) -> bool:
     if y is None or x.shape != y.shape or x.dtype != y.dtype:
         return False
     return torch.allclose(x.double(), y.double(), equal_nan=True)
-
-
-def splits(
-    together: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    *,
-    sizes: tuple[int, int],
-    mean: bool,
-) -> bool | None:
-    """Whether the losses of two parts make up the loss of both; None if nothing can be said."""
-    if together is None or first is None or second is None:
-        return None
-    if together.dim():  # one loss per entry
-        apart = torch.cat([first, second])
-        if apart.shape != together.shape:
-            return False
-    elif mean:
-        n, m = sizes
-        apart, together = first * n + second * m, together * (n + m)
-    else:
-        apart = first + second
-    finite = together.isfinite()
-    if not torch.equal(finite, apart.isfinite()):
-        return False
-    if not bool(finite.any()):
-        return None
-    return torch.allclose(apart[finite], together[finite], rtol=1e-3, atol=1e-6)
 
 
 def versions(tensors: dict[str, Tensor]) -> Versions:

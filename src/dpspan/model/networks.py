@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-__all__ = ["MLP", "PaperCNN", "ResNet20", "WideResNet"]
+from dpspan.support.checks import expect
 
 
 class MLP(nn.Sequential):
@@ -64,7 +64,6 @@ class _ResidualBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual branch plus shortcut."""
         shortcut = pad(self.shortcut(x), (0, 0, 0, 0, 0, self.padding))
         x = relu(self.norm1(self.conv1(x)))
         return relu(self.norm2(self.conv2(x)) + shortcut)
@@ -101,7 +100,6 @@ class _WideBlock(nn.Module):
         self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual branch plus shortcut."""
         h = relu(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(h)
         result: Tensor = self.conv2(relu(self.norm2(self.conv1(h)))) + shortcut
@@ -114,8 +112,7 @@ class WideResNet(nn.Sequential):
     def __init__(
         self, depth: int = 28, widen: int = 4, classes: int = 10, groups: int = 16
     ) -> None:
-        if depth % 6 != 4:
-            raise ValueError(f"Expected a depth of 6n + 4, such as 16 or 28, got {depth}.")
+        expect(depth % 6 == 4, "a depth of 6n + 4, such as 16 or 28", depth)
         widths = [16, 16 * widen, 32 * widen, 64 * widen]
         firsts = [True] + [False] * ((depth - 4) // 6 - 1)
         shapes = [

@@ -1,7 +1,5 @@
 """The expert's door: per-sample gradients of any loss, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

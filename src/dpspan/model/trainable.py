@@ -4,8 +4,6 @@ DP-SGD adds noise to every parameter that is trained, so its energy grows with t
 set that still adapts the model is often the better one. The set must not depend on private data.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which modules cannot be trained privately as they are, and how to fix them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator
@@ -12,9 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
-from dpspan.gradients.capture import Hook
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
 from dpspan.support.errors import UnsupportedModule
 
@@ -174,17 +170,13 @@ def refuse_wrappers(model: nn.Module) -> None:
             _refuse(type(module).__name__, path or "the model itself")
 
 
-def watch_for_wrappers(model: nn.Module) -> RemovableHandle:
-    """Refuse, when the model is called, what it was wrapped into since."""
-
-    def look(called: nn.Module, _: Any) -> None:
-        # While one of them calls its module, torch knows it by this name.
-        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-            _refuse(DistributedDataParallel.__name__, "the model")
-        if getattr(called, "_is_replica", False):  # as one GPU of several gets it
-            _refuse(DataParallel.__name__, "the model")
-
-    return model.register_forward_pre_hook(Hook(look), prepend=True)
+def refuse_wrapped_call(called: nn.Module) -> None:
+    """UnsupportedModule if what is called now was wrapped for several devices since."""
+    # While one of them calls its module, torch knows it by this name.
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        _refuse(DistributedDataParallel.__name__, "the model")
+    if getattr(called, "_is_replica", False):  # as one GPU of several gets it
+        _refuse(DataParallel.__name__, "the model")
 
 
 def _refuse(wrapper: str, what: str) -> None:

@@ -8,7 +8,7 @@ run that was resumed, computes the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -289,7 +289,7 @@ class PublicGradients:
 
     def __call__(self, refresh: int) -> PerSampleGradients:
         """The gradients for refresh number `refresh`; leaves the model as it was."""
-        with torch.enable_grad(), _left_as_found(self._model, self._generator(refresh, _MODEL)):
+        with torch.enable_grad(), left_as_found(self._model, self._model_seed(refresh)):
             return PerSampleGradients.concatenate(
                 [self._gradients(PublicPiece(refresh, *part)) for part in self._parts(refresh)]
             )
@@ -297,7 +297,7 @@ class PublicGradients:
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
         model = self._model
-        with torch.no_grad(), _left_as_found(model, self._generator(0, _MODEL)):
+        with torch.no_grad(), left_as_found(model, self._model_seed(0)):
             device = next(model.parameters()).device
             indices, inputs, labels = next(self.data.pieces(1))
             piece = PublicPiece(0, indices, move(inputs, device), move(labels, device))
@@ -329,6 +329,9 @@ class PublicGradients:
             self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
         )
 
+    def _model_seed(self, refresh: int) -> int:
+        return int(self._generator(refresh, _MODEL).integers(2**63))
+
     def _generator(self, refresh: int, stream: int) -> np.random.Generator:
         return _generator(self._seed, refresh, stream)
 
@@ -347,11 +350,6 @@ def _losses_by(
             "or public_loss=, a function (model, inputs[, labels]) → one loss per sample."
         )
     return _CriterionLoss(criterion, labels, data)
-
-
-def _left_as_found(model: nn.Module, generator: np.random.Generator) -> AbstractContextManager[Any]:
-    """On copies of the buffers, which are watched for changes during a private step."""
-    return left_as_found(model, int(generator.integers(2**63)), copies=True)
 
 
 def _generator(seed: int, refresh: int, stream: int) -> np.random.Generator:

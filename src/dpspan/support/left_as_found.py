@@ -1,7 +1,5 @@
 """A model is run on the side, and left as it was found, together with all random numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -17,47 +15,40 @@ Mode = Literal["as found", "without dropout", "evaluation"]
 
 @contextmanager
 def left_as_found(
-    model: nn.Module,
-    start: int | RandomState | None = None,
-    *,
-    mode: Mode = "as found",
-    copies: bool = False,
+    model: nn.Module, start: int | RandomState | None = None, *, mode: Mode = "as found"
 ) -> Iterator[Callable[[], None]]:
     """Whatever happens, modes, attributes, buffers and random numbers are as before afterwards.
 
-    A run on private data must not leave any of them behind. Parameters and their gradients are not
-    looked after.
+    A run on private data must leave nothing in them. The model runs on copies of its buffers, since
+    those are watched for being written to. Parameters and their gradients are not looked after.
 
     Args:
         model: what is run.
         start: random numbers are drawn from this seed, or as they were at this time, and again
             from there when the function given is called; by default they go on.
         mode: "without dropout" keeps everything in training mode, so that two runs can be compared.
-        copies: run on copies of the buffers, which may be watched for being written to.
     """
     modules = [(m, m.training, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-    buffers, plain = list(model.buffers()), list(plain_tensors(model).values())
-    to_copy = (*buffers, *(x for x in plain if not x.requires_grad)) if copies else ()
-    copied = {x: x.clone() for x in to_copy}  # what is shared stays shared
-    others = (x for x in (*buffers, *plain) if x not in copied)
-    contents = [(x, x.clone()) for x in others if x.grad_fn is None and not x.is_inference()]
+    copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
+    plain = [x for x in plain_tensors(model).values() if x not in copies]
+    contents = [(x, x.clone()) for x in plain if x.grad_fn is None and not x.is_inference()]
     try:
-        for module, training, attributes, named in modules:
-            tensors = {n: x for n, x in attributes.items() if isinstance(x, Tensor)}
-            vars(module).update({n: copied.get(x, x) for n, x in tensors.items()})
-            module._buffers.update({n: copied.get(b, b) for n, b in named.items() if b is not None})
+        for module, training, attributes, buffers in modules:
+            own = [(name, x) for name, x in attributes.items() if isinstance(x, Tensor)]
+            vars(module).update({name: copies.get(x, x) for name, x in own})
+            module._buffers.update({n: b if b is None else copies[b] for n, b in buffers.items()})
             module.training = training and mode != "evaluation"
         dropout: Any = _KeepAll if mode == "without dropout" else nullcontext
         with seeded(start) as restart, dropout():
             yield restart
     finally:
-        for module, training, attributes, named in modules:
+        for module, training, attributes, buffers in modules:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
             module.training = training
             module._buffers.clear()
-            module._buffers.update(named)
+            module._buffers.update(buffers)
         with torch.no_grad():
             for tensor, content in contents:
                 if not torch.equal(tensor, content):  # else a graph may still hold it as it is
@@ -77,13 +68,7 @@ def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 class _KeepAll(TorchDispatchMode):
     """Dropout keeps everything."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = args[1] if len(args) > 1 else 0.5
         if func is torch.ops.aten.bernoulli_.float:
             return args[0].fill_(kept)  # which dropout divides by the same number

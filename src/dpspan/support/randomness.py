@@ -1,14 +1,12 @@
 """Random numbers by a seed, or from OS entropy, with everybody else's left as they were."""
 
-from __future__ import annotations
-
 import os
 import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ class RandomState(NamedTuple):
     python: tuple[Any, ...]
 
     @classmethod
-    def now(cls) -> RandomState:
+    def now(cls) -> Self:
         states = tuple(g.get_state().numpy().tobytes() for g in _generators())
         name, keys, *rest = np.random.get_state()
         return cls(states, (name, tuple(np.asarray(keys).tolist()), *rest), random.getstate())
