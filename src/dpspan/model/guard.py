@@ -64,6 +64,7 @@ class Guard:
         self._order_known = views == 1
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
+        self._checked = True  # between batches: what the model sees then is public
         look = Hook(self._look_at_batch, copied=_refuse_training(copy_of=capture))
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
         self._hooks = [
@@ -85,7 +86,7 @@ class Guard:
             self._check_use()
             self._handed = self._used = 0
         self._handed += 1
-        self._samples = samples
+        self._samples, self._checked = samples, False
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
         look = self._due or fresh_seed() % _RARELY == 0
@@ -99,7 +100,7 @@ class Guard:
 
     def check(self) -> None:
         """Between hand-over and step, a batch may change gradients only."""
-        self._handed_over, self._outputs = [], []
+        self._handed_over, self._outputs, self._checked = [], [], True
         changed = self._harmful(self._changed_since(self._before))
         if self._before.contents is not None and not changed:
             changed = self._written_past_autograd()
@@ -111,6 +112,11 @@ class Guard:
                 "a step was taken before the model could be checked to keep samples apart: it was "
                 "not called as a whole on the batch, or no gradient was finite"
             )
+
+    @property
+    def _watching(self) -> bool:
+        """Whether the batch at hand is a private one: the step's public pass records, too."""
+        return self._capture.active and not self._checked
 
     def stepped(self) -> None:
         """The optimizer has moved the weights."""
@@ -159,7 +165,7 @@ class Guard:
         """Probe the model; notice inputs of varying length."""
         refuse_wrapped_call(module)
         samples, rows = self._samples, self._samples * self._views
-        if self._probing or not self._capture.active or samples < 2:
+        if self._probing or not self._watching or samples < 2:
             return
         batch, others = isolation.call_paths((args, kwargs), rows)
         if not batch:
@@ -209,7 +215,7 @@ class Guard:
 
     def _look_at_outputs(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         """Hear of the backward pass of what the loop makes of them."""
-        if self._probing or not self._due or not self._capture.active:
+        if self._probing or not self._due or not self._watching:
             return None
         tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
         sizes = {x.shape[:1] for x in tensors if x.requires_grad}
@@ -221,7 +227,7 @@ class Guard:
         return told
 
     def _look_at_loss(self, loss: Tensor) -> None:
-        if not self._outputs or loss.dim() or not self._capture.active:
+        if not self._outputs or loss.dim() or not self._watching:
             return  # of an earlier batch
         declared, other = ("mean", "sum") if self._mean_loss else ("sum", "mean")
         found = reductions(loss, self._samples)
@@ -248,7 +254,7 @@ class Guard:
             if not x.requires_grad:
                 self._look_at_order(x)
         assert self._check_loss is not None
-        self._check_loss((args, kwargs), self._samples, due=self._due)
+        self._check_loss((args, kwargs), self._samples, due=self._due and not self._checked)
 
     def _look_at_order(self, rows: Tensor) -> None:
         """Rows of one record must come one after the other."""

@@ -28,7 +28,7 @@ def left_as_found(
             from there when the function given is called; by default they go on.
         mode: "without dropout" keeps everything in training mode, so that two runs can be compared.
     """
-    modules = [(m, m.training, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    modules = [(m, m.training, _attributes(m), dict(m._buffers)) for m in model.modules()]
     copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
     plain = [x for x in plain_tensors(model).values() if x not in copies]
     contents = [(x, x.clone()) for x in plain if x.grad_fn is None and not x.is_inference()]
@@ -43,7 +43,7 @@ def left_as_found(
             yield restart
     finally:
         for module, training, attributes, buffers in modules:
-            for name in vars(module).keys() - attributes.keys():
+            for name in _attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
             module.training = training
@@ -53,6 +53,11 @@ def left_as_found(
             for tensor, content in contents:
                 if not torch.equal(tensor, content):  # else a graph may still hold it as it is
                     tensor.copy_(content)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """But for a forward pass of its own, which is where gradients are recorded."""
+    return {name: value for name, value in vars(module).items() if name != "forward"}
 
 
 def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
