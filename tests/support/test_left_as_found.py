@@ -96,3 +96,12 @@ def test_a_buffer_that_was_not_written_keeps_its_graph() -> None:
         pass
     y.backward()
     assert x.grad.tolist() == [3, 3]
+
+
+def test_a_stand_in_for_the_forward_pass_stays() -> None:
+    """Gradients are recorded there, and what is planned on a public pass must hold after it."""
+    model = nn.Linear(2, 2)
+    with left_as_found(model):
+        model.forward = lambda x: x
+    x = torch.ones(1, 2)
+    assert model(x) is x

@@ -21,7 +21,7 @@ _OTHERS = 3  # records in company
 def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
     """Raise ValueError if what a record becomes depends on the records that it is collated with.
 
-    Padding to the longest record is no mixing, nor is another order.
+    Padding to the longest record does not mix records, nor does another order.
     """
     dataset: Any = loader.dataset
     if loader.collate_fn is default_collate or len(dataset) < 3:
