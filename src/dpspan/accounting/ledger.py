@@ -25,14 +25,7 @@ from dpspan.accounting.epsilon import (
     rough_epsilon,
 )
 from dpspan.accounting.events import event_from_json, event_to_json
-from dpspan.accounting.releases import (
-    Releases,
-    added,
-    beyond,
-    releases_from_json,
-    releases_to_json,
-    total_count,
-)
+from dpspan.accounting.releases import Releases, added, beyond, releases_from_json, releases_to_json
 from dpspan.support.checks import check_count, check_delta, expect
 from dpspan.support.errors import BudgetExceeded
 
@@ -113,7 +106,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """How many events have been charged."""
-        return total_count(self._events)
+        return sum(count for _, count in self._events)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -296,7 +289,7 @@ class Ledger:
 def steps_beyond(earlier: Any, later: Any) -> int | None:
     """How many more releases one saved state has than another; None if it leaves one out."""
     more = beyond(Ledger.from_state(earlier).events, Ledger.from_state(later).events)
-    return None if more is None else total_count(more)
+    return None if more is None else sum(count for _, count in more)
 
 
 class _Headroom:
