@@ -24,8 +24,6 @@ from dpspan.convex import (
     Envelope,
     FeatureBounds,
     FromNoisyGradients,
-    GivenBasis,
-    GivenClips,
     GradientDescent,
     Huber,
     NoisyAdaGrad,
@@ -38,9 +36,11 @@ from dpspan.convex import (
     PublicScaling,
     Released,
     ReleasedSecondMoment,
+    WholeSpace,
 )
 from dpspan.convex.fitting import GaussianNoise
 from dpspan.convex.methods import METHODS
+from helpers.convex_oracle import GivenBasis
 
 ESTIMATORS = [PrivateLogisticRegression, PrivateLinearSVC, PrivateLinearRegression]
 QUICK: dict[str, Any] = {"accountant": "rdp"}  # a hundredth of a second instead of half a one
@@ -281,11 +281,10 @@ def test_one_record_moves_a_noiseless_fit_by_little(monkeypatch) -> None:
     monkeypatch.setattr(GaussianNoise, "normal", lambda self, size, std: np.zeros(size))
     x, y = table(300)
     x[0] = 1e9
+    rng = np.random.default_rng(0)
     for kind in ESTIMATORS:
-        for basis in (None, GivenBasis(basis=np.random.default_rng(0).standard_normal((13, 4)))):
-            method = GradientDescent(steps=1, learning_rate=1.0)
-            if basis is not None:
-                method = GradientDescent(steps=1, learning_rate=1.0, subspace=basis)
+        for subspace in (WholeSpace(), GivenBasis(rng.standard_normal((13, 4)))):
+            method = GradientDescent(steps=1, learning_rate=1.0, subspace=subspace)
             weights = []
             for first in (0, 1):
                 model = kind(method=method, clip=0.5, records=300, **QUICK).fit(
@@ -369,8 +368,6 @@ def test_public_rows_have_a_finite_length() -> None:
             ),
             "the subspace changes between steps",
         ),
-        (GradientDescent(subspace=GivenBasis(basis=np.zeros((4001, 0)))), "at least one column"),
-        (NoisyAdaGrad(subspace=GivenBasis(basis=np.zeros((4001, 0)))), "at least one column"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_is_charged(method, message: str) -> None:
@@ -386,7 +383,7 @@ def test_what_cannot_work_is_refused_before_it_is_charged(method, message: str) 
 def test_a_clip_that_leaves_no_room_for_noise_is_refused_before_it_is_charged() -> None:
     """Squares of the clips make the noise: below 1e-162 they would be zero, and so would it be."""
     x, y = table(100)
-    for clip in (1e-170, 1e200, Envelope(start=1.0, decay=300.0), GivenClips(clips=(1.0, 1e-200))):
+    for clip in (1e-170, 1e200, Envelope(start=1.0, decay=300.0)):
         ledger = Ledger(accountant="rdp")
         with pytest.raises(ValueError, match=r"clips between 1e-100 and 1e\+100"):
             PrivateLogisticRegression(clip=clip).fit(x, y, ledger=ledger)
