@@ -17,7 +17,7 @@ from dpspan.convex.preconditioners import (
     COMFORTABLE_MATRIX,
     LARGEST_MATRIX,
     FromNoisyGradients,
-    History,
+    GradientHistory,
     Released,
     ReleasedSecondMoment,
     Step,
@@ -64,10 +64,10 @@ def step(
     return Step(
         subspace=subspace,
         clip=clip,
-        parameters=np.zeros(len(mean)),
+        theta=np.zeros(len(mean)),
         unprivate_mean=mean,
         released=subspace.embed(mean),
-        released_std=std,
+        std=std,
     )
 
 
@@ -106,7 +106,7 @@ def test_the_root_of_the_mean_form_moves_by_at_most_its_bound_and_reaches_it() -
 
     def ratio(x: np.ndarray) -> float:
         others, newcomer = short(x[0], C * (N - 1) / N), short(x[1], C / N)
-        before, after = History(P), History(P)
+        before, after = GradientHistory(P), GradientHistory(P)
         for mean, new in zip(others, newcomer, strict=True):
             before.add(mean)
             after.add(mean + new)
@@ -149,7 +149,7 @@ def moved(kind, gradients: np.ndarray, clips: np.ndarray, spans: list[Subspace])
         for t in range(steps):
             at, clip = np.full(size, float(t)), float(clips[t])
             own = step(records.unprivate_mean(at, clip), spans[t], clip=clip)
-            metric = state(replace(own, parameters=at))
+            metric = state(replace(own, theta=at))
         released.append(matrix(metric))
     delta = math.sqrt(2) * noise.scales[-1] / math.sqrt(2)
     return float(np.linalg.norm(released[0] - released[1])) / delta
@@ -247,7 +247,7 @@ def test_the_history_is_the_root_of_the_sum() -> None:
     means[3] = means[1] + means[2]  # within the span of what came before
     means[5] = 0.0
     span = Span(rng.standard_normal((12, 4)))
-    history = History(12)
+    history = GradientHistory(12)
     for t, mean in enumerate(means, start=1):
         history.add(mean)
         g = root(means[:t].T @ means[:t])
@@ -260,7 +260,7 @@ def test_the_history_is_the_root_of_the_sum() -> None:
 def test_the_history_keeps_all_digits() -> None:
     """Nearly parallel gradients: by way of M Mᵀ half of the digits would be lost."""
     e1, e2 = np.eye(5)[:2]
-    history = History(5)
+    history = GradientHistory(5)
     history.add(e1)
     history.add(e1 + 1e-10 * e2)
     g = history.root_in(Whole(5))
@@ -274,10 +274,10 @@ def test_directions_are_unit_vectors_however_short_the_gradient(size: float) -> 
     first = np.full(1000, size)
     first[0] *= 1.6
     ordinary = np.full(1000, 0.5 / math.sqrt(1000))
-    history = History(1000)
+    history = GradientHistory(1000)
     for mean in (first, np.zeros(1000), ordinary):
         history.add(mean)
-    alone = History(1000)
+    alone = GradientHistory(1000)
     alone.add(ordinary)
     whole = Whole(1000)
     moved = np.linalg.norm(history.root_in(whole) - alone.root_in(whole))
@@ -289,7 +289,7 @@ def test_directions_are_unit_vectors_however_short_the_gradient(size: float) -> 
 
 
 def test_more_steps_than_dimensions() -> None:
-    rng, history = RNG(0), History(3)
+    rng, history = RNG(0), GradientHistory(3)
     means = rng.standard_normal((10, 3))
     for mean in means:
         history.add(mean)
@@ -320,10 +320,10 @@ def test_the_second_moment_is_that_of_single_gradients(classes: int, where: str)
     own = Step(
         subspace=subspace,
         clip=0.5,
-        parameters=theta,
+        theta=theta,
         unprivate_mean=np.zeros(size),
         released=np.zeros(subspace.size),
-        released_std=0.0,
+        std=0.0,
     )
     embedded = subspace.embed(short(gradients(records, theta), 0.5).T).T
     expected = root(embedded.T @ embedded) / math.sqrt(15)
@@ -341,10 +341,10 @@ def test_noisy_gradients_are_debiased_on_average() -> None:
         own = Step(
             subspace=WHOLE,
             clip=C,
-            parameters=u,
+            theta=u,
             unprivate_mean=u,
             released=u,
-            released_std=std,
+            std=std,
         )
         clean, raw = state(own), biased(own)
     bias = draws * std**2
@@ -391,10 +391,10 @@ def test_a_turning_subspace_takes_the_sum_along() -> None:
         own = Step(
             subspace=span,
             clip=C,
-            parameters=np.zeros(8),
+            theta=np.zeros(8),
             unprivate_mean=np.zeros(8),
             released=u,
-            released_std=0.2,
+            std=0.2,
         )
         metric = state(own)
         before = span.basis @ span.basis.T
@@ -423,7 +423,7 @@ def test_a_turning_subspace_takes_the_second_moment_along(outputs: int) -> None:
     total = np.zeros((size, size))
     for span, clip in zip(spans, (1.0, 0.4, 2.0, 0.7), strict=True):
         theta = rng.standard_normal(size)
-        own = replace(step(np.zeros(size), span, clip=clip), parameters=theta)
+        own = replace(step(np.zeros(size), span, clip=clip), theta=theta)
         metric = state(own)
         g, onto = short(gradients(records, theta), clip), span.basis @ span.basis.T
         total = onto @ (total + g.T @ g) @ onto

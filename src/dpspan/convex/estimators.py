@@ -32,8 +32,8 @@ from dpspan.convex.fitting import (
 from dpspan.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, PublicSide, digest, public_start, refuse_overlap
-from dpspan.convex.rows import Array, Features, Rows, no_echo
-from dpspan.convex.scaling import Scaling, scaling_of
+from dpspan.convex.rows import Array, Rows, no_echo
+from dpspan.convex.scaling import Preparation, Scaling, scaling_of
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
 
@@ -48,7 +48,7 @@ LOSSES: Mapping[str, Loss] = {"squared": Squared(), "huber": Huber()}
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: labels to targets (n, c), and weights (c, p) and intercepts (c,) back."""
+    """What is learned: labels to targets (n, c), and weights W (c, p) and constants b (c,) back."""
 
     loss: Loss
     targets_of: Callable[[NDArray[Any], str], Array]  # of labels, and where they come from
@@ -82,11 +82,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         others.
         """
         refuse_several_processes()
-        numeric = is_regressor(self)
-        with no_echo():
-            x, y = validate_data(
-                self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=numeric
-            )
+        x, y = self._validated(X, y, y_numeric=is_regressor(self))
         task = self._task(y)
         targets = task.targets_of(y, "y")
         public = self._public_rows(public, task)
@@ -100,34 +96,28 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         preparation = scaling.prepare(None if public is None else public.x)
         preparation = replace(preparation, row_norm=self.row_norm)
         rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept))
-        side = PublicSide(outputs=targets.shape[1], width=rows.width, loss=task.loss)
-        if public is not None:
-            own = _finite_rows(preparation.apply(public.x), intercept=rows.intercept)
-            side = replace(side, rows=own, targets=public.y)
-        seed = self.random_state
-        if seed is not None:
-            seed = int(check_random_state(seed).randint(2**31))
+        records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
+        side = _public_side(records, preparation, public)
         ledger = self._opened(ledger)
         z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
         fit = Fit(
-            records=PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor),
+            records=records,
             public=side,
             clip=clip,
             noise_multiplier=z,
             ledger=ledger,
-            noise=GaussianNoise(seed),
+            noise=self._noise(),
             start=STARTS[self.start](side),
             watch=partial(track, description="private steps") if self.verbose else iter,
         )
         ledger.reserve(GaussianDpEvent(z), method.steps)
         self._declare(ledger, divisor, task, public)
         weights = method.minimise(fit).reshape(side.outputs, rows.width)
+        coef, constant = np.split(weights, [x.shape[1]], axis=1)  # one column, or none
         self.preparation_ = preparation
         self.epsilon_ = ledger.epsilon(self.delta)
         self.certificate_ = self._certificate(fit, method, scaling)
-        features, none = int(x.shape[1]), np.zeros(side.outputs)
-        intercepts = weights[:, features] if rows.intercept else none
-        for name, value in task.fitted(weights[:, :features], intercepts).items():
+        for name, value in task.fitted(coef, constant.sum(1)).items():
             setattr(self, name, value)
         return self
 
@@ -139,11 +129,14 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def _task(self, y: NDArray[Any]) -> Task:
         raise NotImplementedError
 
+    def _validated(self, *data: Any, **how: Any) -> Any:
+        with no_echo():
+            return validate_data(self, *data, accept_sparse="csr", dtype=np.float64, **how)
+
     def _margins(self, X: Any) -> Array:
         """X̄ Wᵀ for new records, (n, c)."""
         check_is_fitted(self)
-        with no_echo():
-            x = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
+        x = self._validated(X, reset=False)
         coef = np.atleast_2d(self.coef_)
         return np.asarray(self.preparation_.apply(x) @ coef.T + self.intercept_)
 
@@ -176,6 +169,11 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         if self.row_norm is not None:
             expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
         return count if self.records is None else check_count("records", self.records)
+
+    def _noise(self) -> GaussianNoise:
+        if self.random_state is None:
+            return GaussianNoise()
+        return GaussianNoise(int(check_random_state(self.random_state).randint(2**31)))
 
     def _opened(self, ledger: Ledger | None) -> Ledger:
         if ledger is None:
@@ -223,15 +221,22 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
 
 
-def _finite_rows(x: Features, *, intercept: bool) -> Rows:
-    rows = Rows(x, intercept=intercept)
+def _public_side(
+    records: PrivateRecords, preparation: Preparation, public: PublicRows | None
+) -> PublicSide:
+    """What is public about the problem, the prepared public rows among it."""
+    outputs, width = records.targets.shape[1], records.rows.width
+    side = PublicSide(outputs=outputs, width=width, loss=records.loss)
+    if public is None:
+        return side
+    rows = Rows(preparation.apply(public.x), intercept=records.rows.intercept)
     endless = int((~np.isfinite(rows.norm_bounds)).sum())
     if endless:
         raise ValueError(
-            f"Expected public rows of finite length, as they are scaled, got {endless} without: "
+            f"Expected public rows of finite length, got {endless} that are too long once scaled: "
             "take them out of public, or bound the features by scaling=FeatureBounds(...)."
         )
-    return rows
+    return replace(side, rows=rows, targets=public.y)
 
 
 @lru_cache(maxsize=256)  # a function of four numbers that takes half a second
@@ -265,7 +270,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
             strange = int((known[codes] != labels).sum())
             if strange:
                 raise ValueError(
-                    f"{strange} labels in {where} are none of the classes: give all classes by "
+                    f"{strange} labels in {where} are not among the classes: give all classes by "
                     "classes=[...]. This message depends on private data: do not publish it."
                 )
             return one_hot(codes, len(known), low=low)
@@ -273,11 +278,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         return Task(
             loss,
             targets_of,
-            lambda weights, intercepts: {
-                "classes_": known,
-                "coef_": weights,
-                "intercept_": intercepts,
-            },
+            lambda w, b: {"classes_": known, "coef_": w, "intercept_": b},
             warning=_LABELS_READ if self.classes is None else "",
         )
 
@@ -412,8 +413,5 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         return Task(
             loss,
             targets_of,
-            lambda weights, intercepts: {
-                "coef_": weights[0] * half,
-                "intercept_": float(intercepts[0]) * half + middle,
-            },
+            lambda w, b: {"coef_": w[0] * half, "intercept_": b.item() * half + middle},
         )

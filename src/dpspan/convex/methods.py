@@ -26,7 +26,7 @@ import numpy as np
 
 from dpspan.convex.fitting import Fit
 from dpspan.convex.metric import project_onto_ball
-from dpspan.convex.preconditioners import FromNoisyGradients, Preconditioner, Released, Step
+from dpspan.convex.preconditioners import FromNoisyGradients, Preconditioner, Released, Step, Update
 from dpspan.convex.rows import Array
 from dpspan.convex.subspaces import (
     PublicFeatures,
@@ -36,7 +36,7 @@ from dpspan.convex.subspaces import (
     Whole,
     WholeSpace,
 )
-from dpspan.support.checks import check_count, check_number, expect, shown
+from dpspan.support.checks import check_count, check_number, expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,36 @@ class _Descent:
         expect(0 <= check_number("average", share) <= 1, "0 <= average <= 1", share)
 
     def minimise(self, fit: Fit) -> Array:
-        """The parameters released by a fit, (P,)."""
-        return _descend(self, fit)
+        """The parameters released by a fit, (P,); what is wrong is refused before it is charged."""
+        theta, clips, n = fit.start, fit.clips(self.steps), fit.records.divisor
+        subspace_at = self.subspace.start(fit.public)
+        subspace = _checked(subspace_at(theta))
+        share, update = self._preconditioned(fit, subspace)
+        z_b = fit.noise_multiplier / math.sqrt(1 - share)
+        skipped = self.steps - max(math.ceil(self.average * self.steps), 1)
+        average = np.zeros_like(theta)
+        for t in fit.watch(range(1, self.steps + 1)):
+            clip = clips[t - 1]
+            if t > 1:
+                subspace = _checked(subspace_at(theta))
+            fit.charge()
+            m = fit.records.unprivate_mean(theta, clip)
+            std = z_b * clip / n
+            noisy = subspace.embed(m) + fit.noise.normal(subspace.size, std)
+            step = Step(
+                subspace=subspace, clip=clip, theta=theta, unprivate_mean=m, released=noisy, std=std
+            )
+            metric = None if update is None else update(step)
+            direction = noisy if metric is None else metric.solve(noisy)
+            y = theta - self.learning_rate * subspace.lift(direction)
+            theta = project_onto_ball(y, self.radius, subspace, metric)
+            if t > skipped:
+                average = average + (theta - average) / (t - skipped)
+        return average
+
+    def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
+        """The share of 1/z² that a preconditioner takes, and its updates, if there is one."""
+        return 0.0, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +121,9 @@ class NoisyAdaGrad(_Descent):
         known = isinstance(self.preconditioner, Released | FromNoisyGradients)
         expect(known, "preconditioner to be one of dpspan.convex", self.preconditioner)
 
-    def minimise(self, fit: Fit) -> Array:
-        """The parameters released by a fit, (P,)."""
-        return _descend(self, fit, self.preconditioner)
+    def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
+        turns = self.subspace.turns_within(self.steps)
+        return self.preconditioner.share, self.preconditioner.begin(fit, subspace, turns=turns)
 
 
 Method: TypeAlias = GradientDescent | NoisyAdaGrad
@@ -117,53 +145,9 @@ def method_of(given: str | Method) -> Method:
     """The method meant by a name or an object; others would see records and answer for nothing."""
     if isinstance(given, GradientDescent | NoisyAdaGrad):
         return given
-    if not isinstance(given, str) or given not in METHODS:
-        names = ", ".join(repr(name) for name in METHODS)
-        raise ValueError(
-            f"Expected method to be one of {names}, a GradientDescent(...) or a "
-            f"NoisyAdaGrad(...), got {shown(given)}."
-        )
+    known, names = isinstance(given, str) and given in METHODS, ", ".join(map(repr, METHODS))
+    expect(known, f"method to be one of {names}, GradientDescent(...) or NoisyAdaGrad(...)", given)
     return METHODS[given]
-
-
-def _descend(method: _Descent, fit: Fit, preconditioner: Preconditioner | None = None) -> Array:
-    """What is wrong is refused before the first charge."""
-    theta, clips, n = fit.start, fit.clips(method.steps), fit.records.divisor
-    subspace_at = method.subspace.start(fit.public)
-    subspace = _checked(subspace_at(theta))
-    share, update = 0.0, None
-    if preconditioner is not None:
-        turns = method.subspace.turns_within(method.steps)
-        share, update = preconditioner.share, preconditioner.begin(fit, subspace, turns=turns)
-    z_b = fit.noise_multiplier / math.sqrt(1 - share)
-    skipped = method.steps - max(math.ceil(method.average * method.steps), 1)
-    average = np.zeros_like(theta)
-    for t in fit.watch(range(1, method.steps + 1)):
-        clip = clips[t - 1]
-        if t > 1:
-            subspace = _checked(subspace_at(theta))
-        fit.charge()
-        m = fit.records.unprivate_mean(theta, clip)
-        std = z_b * clip / n
-        noisy = subspace.embed(m) + fit.noise.normal(subspace.size, std)
-        direction, metric = noisy, None
-        if update is not None:
-            metric = update(
-                Step(
-                    subspace=subspace,
-                    clip=clip,
-                    parameters=theta,
-                    unprivate_mean=m,
-                    released=noisy,
-                    released_std=std,
-                )
-            )
-            direction = metric.solve(noisy)
-        y = theta - method.learning_rate * subspace.lift(direction)
-        theta = project_onto_ball(y, method.radius, subspace, metric)
-        if t > skipped:
-            average = average + (theta - average) / (t - skipped)
-    return average
 
 
 def _checked(subspace: Subspace) -> Subspace:

@@ -46,10 +46,10 @@ class Step:
 
     subspace: Subspace
     clip: float  # C_t
-    parameters: Array  # θ_t
+    theta: Array  # θ_t
     unprivate_mean: Array  # m_t, (P,)
     released: Array  # u_t, (k,)
-    released_std: float  # of its noise
+    std: float  # of its noise
 
 
 Update = Callable[[Step], Metric]
@@ -94,7 +94,7 @@ class Released:
 
     def _root(self, fit: Fit) -> tuple[Root, float]:
         """VᵀG_tV, and Δ_t in units of √(ΣC_s²)."""
-        history = History(len(fit.start))
+        history = GradientHistory(len(fit.start))
 
         def root(step: Step) -> Array:
             history.add(step.unprivate_mean)
@@ -113,7 +113,7 @@ class ReleasedSecondMoment(Released):
         sums, records, scale = _CoordinateSum(), fit.records, math.sqrt(fit.records.divisor)
 
         def root(step: Step) -> Array:
-            weights = records.weights(step.parameters, step.clip)
+            weights = records.weights(step.theta, step.clip)
             moment = _second_moment(records.rows, weights, step.subspace)
             values, vectors = np.linalg.eigh(sums.add(moment, step.subspace))
             return np.asarray((vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T / scale)
@@ -153,7 +153,7 @@ class FromNoisyGradients:
         sums = _CoordinateSum()
 
         def update(step: Step) -> Metric:
-            u, noise = step.released, np.full(len(step.released), step.released_std**2)
+            u, noise = step.released, np.full(len(step.released), step.std**2)
             both = [u**2, noise] if diagonal else [np.outer(u, u), np.diag(noise)]
             total, bias = sums.add(np.stack(both), step.subspace)
             floor = self.floor * float((bias if diagonal else np.diag(bias)).mean())
@@ -168,7 +168,7 @@ class FromNoisyGradients:
 Preconditioner: TypeAlias = Released | FromNoisyGradients
 
 
-class History:
+class GradientHistory:
     """Mean gradients, added one by one; private, unless the gradients are not."""
 
     def __init__(self, size: int) -> None:

@@ -102,6 +102,6 @@ def no_echo() -> Iterator[None]:
         if "convert" not in str(error):
             raise
         raise ValueError(
-            "Expected numbers only, got texts among them: encode categories by a list of them that "
+            "Expected numbers only, got text among them: encode categories by a list of them that "
             "is known in advance, and fill gaps with constants."
         ) from None

@@ -113,7 +113,7 @@ class PublicScaling:
     def prepare(self, public: Features | None) -> Preparation:
         if public is None:
             raise ValueError(
-                "Scaling by public rows needs some: pass public=X_pub to fit, or give "
+                "PublicScaling needs public rows: pass public=X_pub to fit, or give "
                 "scaling=FeatureBounds(low=..., high=...)."
             )
         rows = _merged(public) if sparse.issparse(public) else public

@@ -44,11 +44,9 @@ class Whole:
         return np.eye(self.size)
 
     def embed(self, vectors: Array) -> Array:
-        """Vᵀ v for a vector (P,), or for each column of (P, r)."""
         return vectors
 
     def lift(self, coordinates: Array) -> Array:
-        """V u, (P,)."""
         return coordinates
 
 
