@@ -27,7 +27,7 @@ from dpspan.choose.subspaces import sample_gradients
 from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
 from dpspan.choose.transport import transport_distance
 from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from helpers.needs import extra
 from helpers.oracle import top_directions
 
@@ -56,14 +56,14 @@ def network():
 def test_so_many_samples_of_anything():
     x, y = images(50, 0), labels(50)
     forms = [x, (x, y), {"x": x}, TensorDataset(x, y), DataLoader(TensorDataset(x, y), 7)]
-    picked = [drawn(form, 20, seed=3, name="a") for form in forms]
+    picked = [drawn(form, 20, seed=3, name="a", kind=Samples) for form in forms]
     inputs = [data.batches[0][0] for data in picked]
     assert [data.count for data in picked] == [20] * 5
     for found in inputs[1], inputs[2]["x"], inputs[3], inputs[4]:
         assert torch.equal(found, inputs[0])  # the same ones, however they came
     assert {data.name for data in picked} == {"a"}
-    assert drawn(x, 20, seed=4, name="a").digest != picked[0].digest
-    assert drawn(x, 60, seed=3, name="a").count == 50
+    assert drawn(x, 20, seed=4, name="a", kind=Samples).digest != picked[0].digest
+    assert drawn(x, 60, seed=3, name="a", kind=Samples).count == 50
 
 
 def test_large_datasets_are_not_read_as_a_whole():
@@ -74,7 +74,7 @@ def test_large_datasets_are_not_read_as_a_whole():
             Counting.read += 1
             return super().__getitem__(index)
 
-    drawn(Counting(images(500, 0)), 10, seed=0, name="a")
+    drawn(Counting(images(500, 0)), 10, seed=0, name="a", kind=Samples)
     assert Counting.read == 10
 
 
@@ -261,8 +261,8 @@ def ranking():
 def test_rows_are_in_order_and_hold_what_the_parts_give(ranking):
     assert [row.name for row in ranking.rows] == ["near", "near + far", "far"]
     near, both, far = ranking.rows
-    mine = drawn(TensorDataset(images(80, 3), labels(80)), 50, seed=0, name="private")
-    data = drawn((images(60, 1), labels(60)), 50, seed=0, name="near")
+    mine = drawn(TensorDataset(images(80, 3), labels(80)), 50, seed=0, name="private", kind=Samples)
+    data = drawn((images(60, 1), labels(60)), 50, seed=0, name="near", kind=PublicData)
     assert near.unprivate_gsd == pytest.approx(gsd(network(), CE, mine, data, 6), abs=1e-9)
     energy = unprivate_captured_energy(network(), CE, mine, data, 6).mean()
     assert near.unprivate_captured_energy == pytest.approx(float(energy), abs=1e-6)

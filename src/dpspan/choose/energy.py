@@ -19,7 +19,7 @@ from dpspan.choose.subspaces import (
 )
 from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
 
 
@@ -44,13 +44,13 @@ def unprivate_captured_energy(
     gradients = sample_gradients(model, loss_fn, public, seed=seed, piece=piece)
     subspace = principal_subspace(gradients, rank, of="public")
     del gradients
-    private = PublicData.of(private_batch, name="private")
+    private = Samples.of(private_batch, name="private")
     own = own_gradients(model, loss_fn, private, seed=seed, piece=piece)
     return energies(own, [subspace])[:, 0]
 
 
 def own_gradients(
-    model: nn.Module, loss_fn: Loss, private: PublicData, *, seed: int, piece: int
+    model: nn.Module, loss_fn: Loss, private: Samples, *, seed: int, piece: int
 ) -> PerSampleGradients:
     """Gradients with the data's own labels, or random ones if there are none."""
     labels = "real" if private.labelled else "random"

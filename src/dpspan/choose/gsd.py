@@ -23,7 +23,7 @@ from dpspan.choose.subspaces import (
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.public.gradients import Labels
 from dpspan.subspaces.subspace import Subspace
 
@@ -63,14 +63,14 @@ def gsd(
         0.0
     """
     model = evaluated(model)
-    sides = []
-    for name, batch in (("private", private_batch), ("public", public_batch)):
-        data = PublicData.of(batch, name=name)
+
+    def directions(data: Samples) -> Subspace:
         # One side at a time: its gradients are gone before those of the other are computed.
         gradients = sample_gradients(model, loss_fn, data, labels=labels, seed=seed, piece=piece)
-        sides.append(full_subspace(gradients, rank, of=name))
-        del gradients
-    return subspace_distance(*sides)
+        return full_subspace(gradients, rank, of=data.name)
+
+    private = directions(Samples.of(private_batch, name="private"))
+    return subspace_distance(private, directions(PublicData.of(public_batch, name="public")))
 
 
 def full_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:

@@ -24,7 +24,7 @@ from dpspan.choose.samples import combined, drawn
 from dpspan.choose.subspaces import PIECE, Loss, evaluated, sample_gradients
 from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
 from dpspan.choose.transport import has_classes, transport_distance
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
 
 _WARNING = "NOT PRIVATE: computed from private records without noise, for the operator's eyes only"
@@ -153,7 +153,7 @@ def rank_public(
     data = _candidates(candidates, combinations, samples, seed)
     if ledger is not None:
         ledger.warn(LOOKED_AT)
-    mine = drawn(private, samples, seed=seed, name=_PRIVATE)
+    mine = drawn(private, samples, seed=seed, name=_PRIVATE, kind=Samples)
     portraits = {
         name: _portrait(model, loss_fn, each, rank, seed, piece)
         for name, each in {_PRIVATE: mine, **data}.items()
@@ -194,7 +194,7 @@ class _Portrait:
 
 
 def _portrait(
-    model: nn.Module, loss_fn: Loss, data: PublicData, rank: int, seed: int, piece: int
+    model: nn.Module, loss_fn: Loss, data: Samples, rank: int, seed: int, piece: int
 ) -> _Portrait:
     gradients = sample_gradients(model, loss_fn, data, seed=seed, piece=piece)
     fisher = fisher_embedding(gradients)
@@ -212,7 +212,8 @@ def _candidates(
     if unknown:
         raise ValueError(f"Expected combinations of the names of candidates, got {unknown}.")
     data = {
-        name: drawn(source, samples, seed=seed, name=name) for name, source in candidates.items()
+        name: drawn(source, samples, seed=seed, name=name, kind=PublicData)
+        for name, source in candidates.items()
     }
     for names in together:
         joint = " + ".join(names)

@@ -5,30 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.support.checks import check_count, expect
 
+_S = TypeVar("_S", bound=Samples)
 
-def drawn(source: object, samples: int, *, seed: int, name: str) -> PublicData:
-    """At most `samples` of a dataset, by a seed that is no secret; of a large one only those.
 
-    Anything that `PublicData.of` reads; a private batch that is compared without privacy too.
-    """
+def drawn(source: object, samples: int, *, seed: int, name: str, kind: type[_S]) -> _S:
+    """At most `samples` of a dataset, by a seed that is no secret; of a large one only those."""
     check_count("samples", samples)
     if isinstance(source, Dataset) and hasattr(source, "__len__") and len(source) > samples:
         source = Subset(source, _chosen(len(source), samples, seed).tolist())
-    data = replace(PublicData.of(source, name=name), name=name)
-    if data.count <= samples:
-        return data
-    chosen = _chosen(data.count, samples, seed)
-    return _known_by(_held(name, _batches(data, chosen)), _fingerprints(data, chosen))
+    data = replace(kind.of(source, name=name), name=name)
+    return data if data.count <= samples else data.take(_chosen(data.count, samples, seed))
 
 
 def combined(
@@ -43,11 +39,11 @@ def combined(
         raise ValueError(f"Expected at least 2 datasets to combine, got {len(sources)}.")
     share = check_count("samples", samples) // len(sources)
     expect(share > 0, f"samples of at least {len(sources)}, one of each dataset", samples)
-    parts = [drawn(source, share, seed=seed, name=name) for source in sources]
+    parts = [drawn(source, share, seed=seed, name=name, kind=PublicData) for source in sources]
     batches: list[tuple[Any, ...]] = []
     classes = 0
     for part in parts:
-        own = list(_batches(part, None))
+        own = list(_batches(part))
         numbers = [labels for _, *rest in own for labels in rest if _are_classes(labels)]
         if not all(p.labelled for p in parts) or len(numbers) < len(own):
             batches += [batch[:1] for batch in own]
@@ -65,8 +61,8 @@ def _chosen(count: int, samples: int, seed: int) -> Tensor:
     return torch.from_numpy(np.sort(picked))
 
 
-def _batches(data: PublicData, chosen: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    for _, inputs, labels in data.pieces(chosen=chosen):
+def _batches(data: PublicData) -> Iterator[tuple[Any, ...]]:
+    for _, inputs, labels in data.pieces():
         yield (inputs,) if labels is None else (inputs, labels)
 
 
@@ -74,10 +70,6 @@ def _held(name: str, batches: Iterator[tuple[Any, ...]]) -> PublicData:
     ready: Any = list(batches)
     loader: Any = DataLoader(ready, batch_size=None, generator=torch.Generator())
     return PublicData.of(loader, name=name)
-
-
-def _fingerprints(data: PublicData, chosen: Tensor) -> list[bytes] | None:
-    return None if data.raw is None else [data.raw[index] for index in chosen.tolist()]
 
 
 def _known_by(data: PublicData, raw: Sequence[bytes] | None) -> PublicData:

@@ -141,7 +141,10 @@ def choose_public(
     model = evaluated(model)
     event = pure_event(epsilon)
     ledger.reserve(event, 1)  # before the work: a choice that cannot be paid for is not computed
-    data = {name: drawn(each, samples, seed=seed, name=name) for name, each in candidates.items()}
+    data = {
+        name: drawn(each, samples, seed=seed, name=name, kind=PublicData)
+        for name, each in candidates.items()
+    }
     subspaces = []
     for name, each in data.items():
         gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from dpspan.gradients.capture import captures_on
 from dpspan.gradients.operator import PerSampleGradients
+from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
-from dpspan.public.data import PublicData
-from dpspan.public.gradients import Labels, PublicGradients, RandomLabels, labels_of
+from dpspan.public.data import Samples, move
+from dpspan.public.gradients import Labels, PublicPiece, RandomLabels, labels_of, losses_by
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.checks import check_count
+from dpspan.support.randomness import seeded
 
 PIECE = 256  # samples run through the model at a time
 Loss = Callable[..., Tensor]  # a criterion, or (model, inputs[, labels]) → one loss per sample
@@ -41,7 +44,7 @@ def evaluated(model: nn.Module) -> nn.Module:
 def sample_gradients(
     model: nn.Module,
     loss_fn: Loss,
-    data: PublicData,
+    data: Samples,
     *,
     labels: str | Labels = "random",
     seed: int = 0,
@@ -56,20 +59,31 @@ def sample_gradients(
     if criterion is None:
         _check_arguments(loss_fn, data)
     chosen = RandomLabels(seed=seed) if labels == "random" else labels_of(labels)
-    make = PublicGradients(
-        model=model,
-        data=data,
-        labels=chosen,
-        criterion=criterion,
-        loss=loss_fn if criterion is None else None,
-        samples=data.count,
-        piece=piece,
-        seed=seed,
-    )
-    return make(0)
+    if chosen.real and not data.labelled:
+        raise ValueError(
+            f"Expected labels in '{data.name}', as real labels were asked for: give (inputs, "
+            "labels), or pass labels='random'."
+        )
+    losses = losses_by(criterion, loss_fn if criterion is None else None, chosen, data)
+    model = copy.deepcopy(model)  # so that nothing that these samples leave in it reaches others
+    device = next(model.parameters()).device
+
+    def gradients(part: PublicPiece) -> PerSampleGradients:
+        return per_sample_gradients(
+            model, lambda model, _: losses(model, part), part.inputs, check=False
+        )
+
+    check_count("piece", piece)
+    with torch.enable_grad(), seeded(model, seed):
+        return PerSampleGradients.concatenate(
+            [
+                gradients(PublicPiece(0, indices, *move(given, device)))
+                for indices, *given in data.pieces(piece)
+            ]
+        )
 
 
-def _check_arguments(loss: Loss, data: PublicData) -> None:
+def _check_arguments(loss: Loss, data: Samples) -> None:
     """A function gets the labels that samples come with: nobody could draw them for it."""
     try:
         signature = inspect.signature(loss)
