@@ -48,8 +48,7 @@ def _pot() -> Any:
         return importlib.import_module("ot")
     except ImportError as error:
         raise ImportError(
-            "The optimal-transport distance needs the package POT: pip install 'dpspan[choose]', "
-            "or rank without transport=True."
+            "The optimal-transport distance needs the package POT: pip install 'dpspan[bench]'."
         ) from error
 
 
