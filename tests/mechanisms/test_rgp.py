@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from dpspan import RGP, Capture, PrivacyEngine, per_sample_gradients
 from dpspan.gradients.layers.terms import Rows
+from dpspan.gradients.operator import Left, Right
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.carried_weights import carried_weights
 from dpspan.mechanisms.carriers import (
@@ -77,8 +78,8 @@ def test_small_gradients_are_those_of_the_reparametrized_layer(name: str) -> Non
         ).flatten(1)
         loss = (output.sin() * torch.linspace(-1, 2, output.shape[1], dtype=F64)).sum()
         expected = torch.autograd.grad(loss, (left, right))
-        for part, value in zip(("left", "right"), expected, strict=True):
-            row = small.term(f"weight:{part}").rows(i, i + 1)[0]
+        for part, value in zip((Left, Right), expected, strict=True):
+            row = small.term(part("weight")).rows(i, i + 1)[0]
             assert torch.allclose(row, value.flatten(), atol=1e-10)
 
 
@@ -343,7 +344,7 @@ def test_the_scale_of_full_gradients_shifts_clip_and_noise() -> None:
     )
     sums = [m.clipped_sum(J) for m in (plain, scaled)]
     assert torch.allclose(sums[1]["0.bias"], 0.1 * sums[0]["0.bias"])
-    assert torch.allclose(sums[1]["0.weight:right"], sums[0]["0.weight:right"])
+    assert torch.allclose(sums[1][Right("0.weight")], sums[0][Right("0.weight")])
     released = [
         m.release(total, Noise(seed=0), 0.0) for m, total in zip((plain, scaled), sums, strict=True)
     ]
@@ -474,3 +475,32 @@ def test_an_empty_batch_has_empty_images(name: str) -> None:
         small = capture.collect(scale=1)
     assert small.samples == 0
     assert all(len(term.rows(0, 0)) == 0 for term in small.terms.values())
+
+
+def test_a_parameter_whose_name_has_a_colon_is_trained() -> None:
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(12, 9)
+            self.shift = nn.ParameterDict({"task:bias": nn.Parameter(torch.zeros(9))})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(x) + sum(self.shift.values())
+
+    torch.manual_seed(0)
+    model = Tasks()
+    mechanism = RGP(rank=2, clip=1e9).bind(Setting(model=model))
+    J = per_sample_gradients(model, losses, torch.randn(4, 12))
+    released = mechanism.release(mechanism.clipped_sum(J), Noise(seed=0), 0.0)
+    assert released.keys() == dict(model.named_parameters()).keys()
+    expected = J.combine(torch.ones(4))
+    for name in ("mix.bias", "shift.task:bias"):
+        assert torch.allclose(released[name], expected[name], atol=1e-6)
+
+
+def test_a_small_gradient_never_has_the_name_of_a_parameter() -> None:
+    names = ["weight", Left("weight"), Right("weight")]
+    assert len(set(names)) == 3
+    assert [names.index(name) for name in names] == [0, 1, 2]
+    assert {Left("weight"): 1}[Left("weight")] == 1
+    assert Left("weight").weight == "weight"

@@ -63,7 +63,7 @@ def _field_to_json(name: str, kind: Any, value: Any) -> Any:
     # A negative count or probability would lower ε.
     expect(0 <= plain < math.inf, f"{name} to be finite and not negative", value)
     expect(plain <= 1 or not name.endswith("probability"), f"{name} to be at most 1", value)
-    expect(kind is not int or isinstance(plain, int), f"{name} to be a whole number", value)
+    expect(kind is not int or isinstance(plain, int), f"{name} to be an integer", value)
     return plain
 
 

@@ -51,7 +51,7 @@ class Mechanism(Protocol):
     def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """The carriers (L, R) of parameters whose gradients this step needs only through them.
 
-        `clipped_sum` then gets 'name:left' and 'name:right' in place of 'name'.
+        `clipped_sum` then gets `Left(name)` and `Right(name)` in place of 'name'.
         """
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from dpspan.gradients.layers.terms import Rows, Term
-from dpspan.gradients.operator import PerSampleGradients
+from dpspan.gradients.operator import Left, PerSampleGradients, Right, SmallGradient
 from dpspan.mechanisms.base import Setting, Sums, check_one_clip
 from dpspan.mechanisms.carried_weights import CarriedWeights, carried_weights
 from dpspan.mechanisms.carriers import Carrier, CarrierSource, Chance, History
@@ -133,7 +133,7 @@ class RGPMechanism:
         small = gradients.compress(whole)
         small = self._weighed(small)
         if self._method.left_only:
-            small = small.select([name for name in small.shapes if not name.endswith(":right")])
+            small = small.select([name for name in small.shapes if not isinstance(name, Right)])
         method = self._method
         return small.combine(clip_factors(method.clipping, small.norm_bounds(), method.clip_norm))
 
@@ -146,13 +146,17 @@ class RGPMechanism:
             self._notes.append({"step": self._step, "noise_energy": self._energy(total, std)})
         self._step += 1
         scale = self._method.full_scale
-        released = {name: value / scale for name, value in noisy.items() if ":" not in name}
+        released = {
+            name: value / scale
+            for name, value in noisy.items()
+            if not isinstance(name, SmallGradient)
+        }
         for name, carrier in carriers.items():
-            left = noisy[f"{name}:left"]
+            left = noisy[Left(name)]
             if self._method.left_only:
                 update = left @ carrier.right
             else:
-                update = carrier.reconstruct(left, noisy[f"{name}:right"])
+                update = carrier.reconstruct(left, noisy[Right(name)])
             released[name] = self._weights.unflattened(name, update)
         return released
 
@@ -162,7 +166,9 @@ class RGPMechanism:
         for d_out, d_in in self._weights.shapes().values():
             # Of the noise on ∂L only what lies outside L takes part in the update.
             carried += rank * (d_out if self._method.left_only else d_out - rank + d_in)
-        full = sum(value.numel() for name, value in total.items() if ":" not in name)
+        full = sum(
+            value.numel() for name, value in total.items() if not isinstance(name, SmallGradient)
+        )
         energy = {"carriers": carried * std**2, "full": full * (std / self._method.full_scale) ** 2}
         return {part: value for part, value in energy.items() if value}
 
@@ -171,11 +177,10 @@ class RGPMechanism:
         scale, carriers = self._method.full_scale, self.carriers()
         terms: dict[str, list[Term]] = {}
         for name, term in small.terms.items():
-            whole, _, side = name.partition(":")
-            if not side and scale != 1:
+            if not isinstance(name, SmallGradient) and scale != 1:
                 terms[name] = [term.scaled(scale)]
-            elif side == "left" and self._method.orthogonal and not self._method.left_only:
-                carrier = carriers[whole].left
+            elif isinstance(name, Left) and self._method.orthogonal and not self._method.left_only:
+                carrier = carriers[name.weight].left
                 left = term.rows(0, small.samples).view(-1, *carrier.shape)
                 terms[name] = [Rows(left - carrier @ (carrier.T @ left))]
             else:

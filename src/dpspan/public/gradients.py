@@ -376,5 +376,5 @@ def _generator(seed: int, refresh: int, stream: int) -> np.random.Generator:
 
 def _check_seed(seed: Any) -> int:
     whole = isinstance(seed, int) and not isinstance(seed, bool)
-    expect(whole and seed >= 0, "seed to be a whole number of at least 0", seed)
+    expect(whole and seed >= 0, "seed to be an integer of at least 0", seed)
     return int(seed)
