@@ -39,7 +39,7 @@ from dpspan.choose.subspaces import (
 )
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import refuse_overlap
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.processes import refuse_several_processes
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
@@ -124,6 +124,7 @@ def choose_public(
         True
     """
     refuse_several_processes()
+    seed = check_seed(seed)
     epsilon, sample_rate = _checked(epsilon, sample_rate)
     check_count("piece", piece)
     if threshold is not None:

@@ -25,7 +25,7 @@ from dpspan.model.validation import validate
 from dpspan.public.data import Samples, move
 from dpspan.public.gradients import Labels, PublicPiece, RandomLabels, labels_of, losses_by
 from dpspan.subspaces.subspace import Subspace
-from dpspan.support.checks import check_count
+from dpspan.support.checks import check_count, check_seed
 from dpspan.support.randomness import seeded
 
 PIECE = 256  # samples run through the model at a time
@@ -75,7 +75,7 @@ def sample_gradients(
     With a criterion as `loss_fn` the labels are drawn for the model's classes ("random") or are
     the data's own ("real"). A function `loss_fn(model, inputs[, labels])` gets what the data hold.
     """
-    check_count("piece", piece)
+    piece, seed = check_count("piece", piece), check_seed(seed)
     criterion = loss_fn if isinstance(loss_fn, nn.Module) else None
     if criterion is None:
         _check_arguments(loss_fn, data)

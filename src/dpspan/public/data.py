@@ -67,20 +67,20 @@ class Samples:
         if isinstance(source, cls):
             return source
         expect(isinstance(name, str), "name to be a text", name)
-        read = [batch for batch in map(_hold, batches_of(source)) if _samples(batch)]
-        if not read:
+        batches = list(read(source))
+        if not batches:
             raise ValueError(f"The {cls.what} '{name}' are empty: give at least one sample.")
-        if len({len(batch) for batch in read}) > 1:
+        if len({len(batch) for batch in batches}) > 1:
             raise ValueError(
                 f"Some batches of the {cls.what} '{name}' have labels and some have none: give "
                 "all of them labels, or none."
             )
         by_loader = isinstance(source, DataLoader)
-        return cls._held(name, read, max(map(_samples, read)) if by_loader else _READ)
+        return cls._held(name, batches, max(map(_samples, batches)) if by_loader else _READ)
 
     @classmethod
-    def _held(cls, name: str, read: list[tuple[Any, ...]], largest_piece: int) -> Self:
-        batches = _joined(read)
+    def _held(cls, name: str, parts: list[tuple[Any, ...]], largest_piece: int) -> Self:
+        batches = _joined(parts)
         _check_finite(f"{cls.what} '{name}'", batches)
         return cls(
             name=name,
@@ -168,6 +168,11 @@ def move(inputs: Any, device: torch.device) -> Any:
 
 
 # -- reading ------------------------------------------------------------------------------------
+
+
+def read(source: object) -> Iterator[tuple[Any, ...]]:
+    """The batches as (inputs,) or (inputs, labels) of CPU tensors, without empty ones."""
+    return (batch for batch in map(_hold, batches_of(source)) if _samples(batch))
 
 
 @singledispatch
