@@ -1002,6 +1002,19 @@ def test_every_record_is_read_once_whatever_its_shape():
     assert all(len(x) == len(y) <= 4 for x, y in batches)
 
 
+def test_every_record_is_asked_for_alone():
+    """A dataset that reads several at once could let one change the others."""
+
+    class AtOnce(TensorDataset):
+        def __getitems__(self, indices):
+            raise AssertionError("several records were asked for at once")
+
+    loader = DataLoader(AtOnce(torch.arange(9.0)[:, None], torch.zeros(9).long()))
+    assert torch.cat([x for x, _ in sampled_batches(loader, 1.0, 4)]).flatten().tolist() == [
+        *range(9)
+    ]
+
+
 WORDS = {"a": torch.ones(9, 5).long(), "b": torch.arange(45).view(9, 5)}
 
 

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.public.data import move, read
-from dpspan.public.losses import SampleCriterion, call
+from dpspan.public.data import Array, move, read
+from dpspan.public.losses import SampleCriterion
 from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.randomness import seeded
 
@@ -34,7 +34,6 @@ FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not e
 
 # loss(model, inputs, labels): one loss per sample
 SampleLosses = Callable[..., Tensor]
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class MembershipResult:
         threshold: a loss of at most this is called a member's; -inf if on the half it was fitted
             on no threshold did better than to guess.
         members: number of members given, of which half are evaluated on.
-        non_members: number of non-members given, of which half are evaluated on.
+        non_members: likewise.
     """
 
     success_rate: float
@@ -97,8 +96,7 @@ def membership_inference(
     Args:
         model: the trained model.
         members: samples that it was trained on: a Dataset, DataLoader or tensors, with labels.
-            Give them without random augmentation. A DataLoader is read
-            with its own collation.
+            Give them without random augmentation.
         non_members: other samples of the same distribution, likewise. If they differ in anything
             but membership, the attack measures that difference too.
         loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion;
@@ -214,8 +212,7 @@ def _sample_losses(loss: SampleLosses | None, criterion: nn.Module | None) -> Sa
                 f"Expected samples with labels for {one_by_one.name}, got inputs only: give "
                 "(inputs, labels), or pass loss=, a function that returns one loss per sample."
             )
-        outputs = one_by_one.outputs(call(model, inputs), len(tree_leaves(labels)[0]))
-        return one_by_one.means(one_by_one.entries(outputs, labels), outputs, labels)
+        return one_by_one(model, inputs, labels)
 
     return losses
 

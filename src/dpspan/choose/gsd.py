@@ -17,7 +17,6 @@ from dpspan.choose.subspaces import (
     Loss,
     energies,
     evaluated,
-    own_gradients,
     principal_subspace,
     sample_gradients,
 )
@@ -25,7 +24,6 @@ from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData, Samples
-from dpspan.public.gradients import Labels
 from dpspan.subspaces.subspace import Subspace
 
 
@@ -36,7 +34,6 @@ def gsd(
     public_batch: object,
     rank: int = 16,
     *,
-    labels: str | Labels = "random",
     seed: int = 0,
     piece: int = PIECE,
 ) -> float:
@@ -46,11 +43,10 @@ def gsd(
         model: at the weights that training starts from, or a `ProbeNetwork`; run in
             evaluation mode, on a copy.
         loss_fn: a criterion, for which both sides get random labels of the model's classes, or a
-            function (model, inputs[, labels]) → one loss per sample.
+            function (model, inputs[, labels]) → one loss per sample, by the labels there are.
         private_batch: inputs, (inputs,), (inputs, labels), a mapping, a Dataset or a DataLoader.
         public_batch: the same.
         rank: k; ValueError if one side's gradients span fewer directions.
-        labels: "random", as in the paper, or "real".
         seed: of the random labels, the same for both sides.
         piece: samples run through the model at a time.
 
@@ -67,8 +63,8 @@ def gsd(
 
     def directions(data: Samples) -> Subspace:
         # One side at a time: its gradients are gone before those of the other are computed.
-        gradients = sample_gradients(model, loss_fn, data, labels=labels, seed=seed, piece=piece)
-        return full_subspace(gradients, rank, of=data.name)
+        gradients = sample_gradients(model, loss_fn, data, seed=seed, piece=piece)
+        return principal_subspace(gradients, rank, of=data.name, fewer=False)
 
     private = directions(Samples.of(private_batch, name="private"))
     return subspace_distance(private, directions(PublicData.of(public_batch, name="public")))
@@ -96,21 +92,8 @@ def unprivate_captured_energy(
     subspace = principal_subspace(gradients, rank, of=public.name)
     del gradients
     private = Samples.of(private_batch, name="private")
-    own = own_gradients(model, loss_fn, private, seed=seed, piece=piece)
+    own = sample_gradients(model, loss_fn, private, own_labels=True, seed=seed, piece=piece)
     return energies(own, [subspace])[:, 0]
-
-
-def full_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
-    """The top `rank` directions; ValueError if there are not that many."""
-    subspace = principal_subspace(gradients, rank, of=of)
-    if subspace.rank < rank:
-        precision = str(gradients.like.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"Expected rank of at most {subspace.rank}, as many directions as the gradients of "
-            f"the {gradients.samples} samples of '{of}' span in {precision}, got {rank}. Lower "
-            "rank, or give more samples."
-        )
-    return subspace
 
 
 @exact()

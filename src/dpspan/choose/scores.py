@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE, Loss, energies
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
@@ -119,25 +119,18 @@ def sampled_batches(
             break
         for kind, batch in _by_kind(read).items():
             full = _joined([waiting.pop(kind), batch]) if kind in waiting else batch
-            if _count(full) >= piece:
+            if len(tree_leaves(full)[0]) >= piece:
                 yield tree_map(lambda leaf: leaf[:piece], full)
                 full = tree_map(lambda leaf: leaf[piece:], full)
-            if _count(full):
+            if len(tree_leaves(full)[0]):
                 waiting[kind] = full
     yield from waiting.values()
 
 
-class _Single(Dataset[Any]):
+class _Single(Subset[Any]):
     """Some of the records, each asked for alone: a dataset may read several at once its own way."""
 
-    def __init__(self, dataset: Any, chosen: list[int]) -> None:
-        self._dataset, self._chosen = dataset, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._chosen[index]]
+    __getitems__ = None  # type: ignore[assignment]
 
 
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> list[Any]:
@@ -157,10 +150,6 @@ def _by_kind(batches: Iterable[Any]) -> dict[Any, Any]:
 
 def _joined(batches: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves), *batches)
-
-
-def _count(batch: Any) -> int:
-    return len(tree_leaves(batch)[0])
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:

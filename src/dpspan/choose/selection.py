@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from scipy.optimize import brentq
 from torch import nn
@@ -145,11 +146,8 @@ def choose_public(
         name: drawn(each, samples, seed=seed, name=name, kind=PublicData)
         for name, each in candidates.items()
     }
-    subspaces = []
-    for name, each in data.items():
-        gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
-        subspaces.append(principal_subspace(gradients, rank, of=name))
-        del gradients
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    subspaces = [principal_subspace(gradients_of(each), rank, of=n) for n, each in data.items()]
     for each in data.values():
         check_independence(model, loss_fn, subspaces, each, seed=seed, piece=piece)
     # Private records are not read before this line, so no refusal above tells anything of them.
