@@ -121,8 +121,9 @@ def membership_inference(
         inside = _losses("members", members, losses_of, model, batch_size)
         outside = _losses("non-members", non_members, losses_of, model, batch_size)
     generator = np.random.default_rng(seed)
-    fit_inside, inside_held_out = _halves(inside, generator)
-    fit_outside, outside_held_out = _halves(outside, generator)
+    (fit_inside, inside_held_out), (fit_outside, outside_held_out) = (
+        np.split(generator.permutation(losses), [len(losses) // 2]) for losses in (inside, outside)
+    )
     threshold = best_threshold(fit_inside, fit_outside)
     found = int((inside_held_out <= threshold).sum())
     mistaken = int((outside_held_out <= threshold).sum())
@@ -187,12 +188,6 @@ def _roc(inside: Array, outside: Array) -> tuple[Array, Array, Array]:
     # By place, since scikit-learn takes no infinite scores. The score falls with the loss.
     fpr, tpr, _ = roc_curve(members, -places, drop_intermediate=False)
     return values, fpr, tpr
-
-
-def _halves(losses: Array, generator: np.random.Generator) -> tuple[Array, Array]:
-    """To fit on, and to evaluate on."""
-    shuffled = generator.permutation(losses)
-    return shuffled[: len(losses) // 2], shuffled[len(losses) // 2 :]
 
 
 # -- from samples to losses -----------------------------------------------------------------------

@@ -8,6 +8,8 @@ initial weights, V their top k right singular vectors, θ the principal angles b
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
@@ -60,14 +62,14 @@ def gsd(
         0.0
     """
     model = evaluated(model)
-
-    def directions(data: Samples) -> Subspace:
-        # One side at a time: its gradients are gone before those of the other are computed.
-        gradients = sample_gradients(model, loss_fn, data, seed=seed, piece=piece)
-        return principal_subspace(gradients, rank, of=data.name, fewer=False)
-
-    private = directions(Samples.of(private_batch, name="private"))
-    return subspace_distance(private, directions(PublicData.of(public_batch, name="public")))
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    private = Samples.of(private_batch, name="private")
+    public = PublicData.of(public_batch, name="public")
+    first, second = (  # the gradients of one are gone before those of the other are computed
+        principal_subspace(gradients_of(data), rank, of=data.name, fewer=False)
+        for data in (private, public)
+    )
+    return subspace_distance(first, second)
 
 
 def unprivate_captured_energy(
@@ -88,12 +90,10 @@ def unprivate_captured_energy(
     """
     model = evaluated(model)
     public = PublicData.of(public_batch, name="public")
-    gradients = sample_gradients(model, loss_fn, public, seed=seed, piece=piece)
-    subspace = principal_subspace(gradients, rank, of=public.name)
-    del gradients
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    subspace = principal_subspace(gradients_of(public), rank, of=public.name)
     private = Samples.of(private_batch, name="private")
-    own = sample_gradients(model, loss_fn, private, own_labels=True, seed=seed, piece=piece)
-    return energies(own, [subspace])[:, 0]
+    return energies(gradients_of(private, own_labels=True), [subspace])[:, 0]
 
 
 @exact()

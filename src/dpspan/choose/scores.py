@@ -9,7 +9,7 @@ the sums with ε-DP.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from dpspan.choose.subspaces import PIECE, Loss, energies
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
 from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import inputs_of, move
+from dpspan.public.data import hold, move
 from dpspan.public.losses import SampleCriterion
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.randomness import FreshWorker, fresh_randomness, seeded
@@ -152,16 +152,11 @@ def _joined(batches: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves), *batches)
 
 
-def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
+def _inputs_and_labels(batch: Any) -> tuple[Any, ...]:
     """Of a batch of one record."""
-    if all(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,) for leaf in tree_leaves(batch)):
-        if isinstance(batch, Mapping):
-            inputs = inputs_of(batch)
-            labels = [value for key, value in batch.items() if key not in inputs]
-            if len(labels) == 1 and inputs:
-                return inputs, labels[0]
-        elif isinstance(batch, tuple | list) and len(batch) == 2:
-            return batch[0], batch[1]
+    parts = hold(batch)
+    if len(parts) == 2 and len(tree_leaves(parts)[0]) == 1:
+        return parts
     raise ValueError(
         "Expected private batches of (inputs, labels), or mappings with the labels under 'labels', "
         "that hold tensors with one row for each record, in the first dimension: private gradients "

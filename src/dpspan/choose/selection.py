@@ -191,9 +191,9 @@ def resolution(
         >>> round(resolution(records=2000, candidates=6, epsilon=0.1), 3)
         0.02
     """
-    records, candidates = check_count("records", records), check_count("candidates", candidates)
+    records = check_count("records", records)
+    candidates = check_count("candidates", candidates, least=2)
     epsilon, sample_rate = _checked(epsilon, sample_rate)
-    expect(candidates >= 2, "at least 2 candidates", candidates)
     lowest = 1 / candidates
     expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
     pick, spread = pick_named(mechanism), 0.0
