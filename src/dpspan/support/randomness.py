@@ -46,13 +46,13 @@ def seeded(start: int | RandomState | None) -> Iterator[Callable[[], None]]:
     before = RandomState.now()
 
     def restart() -> None:
-        if isinstance(start, int):
-            for generator in _generators():  # torch.manual_seed would seed devices not in use, too
-                generator.manual_seed(start)
-            np.random.seed(start % 2**32)
-            random.seed(start)
-        else:
+        if start is None or isinstance(start, RandomState):
             (start or before).restore()
+            return
+        for generator in _generators():  # torch.manual_seed would seed devices not in use, too
+            generator.manual_seed(int(start))
+        np.random.seed(int(start) % 2**32)
+        random.seed(int(start))
 
     try:
         restart()
