@@ -24,3 +24,8 @@ def test_a_module_below_a_package_that_moved_may_have_a_name_of_its_own(
     with pytest.warns(DeprecationWarning, match=r"moved to dpspan\.app\.run\.run_inputs"):
         old = importlib.import_module("dpspan.run.parts")
     assert old.sampling is importlib.import_module("dpspan.app.run.run_inputs").sampling
+
+
+def test_a_module_that_is_gone_says_where_to_look() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"benchmarks/text_models\.py"):
+        importlib.import_module("dpspan.text")
