@@ -9,7 +9,7 @@ from types import ModuleType
 
 MOVED = {
     "dpspan.advice": "dpspan.app.advice",
-    "dpspan.advice.usual": "dpspan.app.advice.defaults",
+    "dpspan.advice.usual": "dpspan.app.advice.advise",
     "dpspan.anchors": "dpspan.subspaces.sources",
     "dpspan.augmentation": "dpspan.public.augmentation",
     "dpspan.capture": "dpspan.gradients.capture",
@@ -21,9 +21,15 @@ MOVED = {
     "dpspan.choose.company": "dpspan.choose.others",
     "dpspan.choose.probe": "dpspan.choose.probe_network",
     "dpspan.cli": "dpspan.app.cli",
+    "dpspan.cli.tasks": "dpspan.app.run.from_config",
     "dpspan.clipping": "dpspan.mechanisms.clipping",
     "dpspan.collation": "dpspan.engine.collation",
     "dpspan.comparison": "dpspan.app.comparison",
+    "dpspan.comparison.folder": "dpspan.app.comparison.compare",
+    "dpspan.comparison.optimizing": "dpspan.app.run.task",
+    "dpspan.comparison.task": "dpspan.app.run.task",
+    "dpspan.comparison.training": "dpspan.app.run.training",
+    "dpspan.comparison.verdicts": "dpspan.app.comparison.results",
     "dpspan.config": "dpspan.app.config",
     "dpspan.criterion": "dpspan.model.criterion",
     "dpspan.data": "dpspan.app.data",
@@ -60,8 +66,12 @@ MOVED = {
     "dpspan.report": "dpspan.app.report",
     "dpspan.residual": "dpspan.subspaces.residual",
     "dpspan.run": "dpspan.app.run",
+    "dpspan.run.batches": "dpspan.app.run.training",
+    "dpspan.run.choice": "dpspan.app.run.from_config",
+    "dpspan.run.features": "dpspan.app.run.run_inputs",
     "dpspan.run.parts": "dpspan.app.run.run_inputs",
-    "dpspan.run.scalars": "dpspan.app.run.tensorboard",
+    "dpspan.run.record": "dpspan.app.run.folder",
+    "dpspan.run.scalars": "dpspan.app.run.resumable",
     "dpspan.sample_losses": "dpspan.public.losses",
     "dpspan.sampling": "dpspan.engine.sampling",
     "dpspan.second_phase": "dpspan.public.second_phase",
@@ -110,7 +120,8 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def _new_path(name: str) -> str | None:
-    for old, new in MOVED.items():
-        if name == old or name.startswith(f"{old}."):
-            return new + name.removeprefix(old)
-    return None
+    known = [old for old in MOVED if name == old or name.startswith(f"{old}.")]
+    if not known:
+        return None
+    old = max(known, key=len)  # a module that left its package goes first
+    return MOVED[old] + name.removeprefix(old)

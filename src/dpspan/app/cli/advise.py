@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpspan.app.cli.app import Json, Quiet, app, err, out, print_json
+
+if TYPE_CHECKING:
+    from dpspan.app.config import Config
 
 
 @app.command(name="advise")
@@ -24,6 +28,7 @@ def advise_command(
         str | None, typer.Option(help="Which of data.public plays the private data.")
     ] = None,
     folds: Annotated[int, typer.Option(min=3, help="Ways to cut the stand-in.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -32,25 +37,10 @@ def advise_command(
     The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
     schedule, with learning rates around its own.
     """
-    from dpspan.app.config import load_config
-
-    settings = load_config(config)
-    if settings.features is not None:
-        raise ValueError(
-            "`dpspan advise` does not know the `features` section. Leave it out to compare methods "
-            "on the images themselves."
-        )
-    records = records or settings.data.records
-    if records is None:
-        raise ValueError(
-            "Expected data.records or --records, about how many private records there are: the "
-            "private data are not opened to count them."
-        )
-    if not settings.data.public:
-        raise ValueError("Expected data.public: advice is found on labelled public data.")
-    from dpspan.app.advice import RATES, advise, usual_contenders
-    from dpspan.app.cli.tasks import Untouched, contender_of, planned_choice, task_of, warm_start_of
+    settings, records = _read(config, records)
+    from dpspan.app.advice import RATES, advise, default_contenders
     from dpspan.app.data import load
+    from dpspan.app.run.from_config import Untouched, contender_of, task_of, warm_start_of
     from dpspan.public.data import PublicData
 
     classes = settings.data.classes
@@ -69,7 +59,7 @@ def advise_command(
         public=data[used],
         warm_start=warm_start_of(settings, data),
     )
-    paid = planned_choice(settings)
+    paid = _planned_choice(settings)
     own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
     others = [
         dataclasses.replace(
@@ -78,17 +68,17 @@ def advise_command(
             schedule=own.schedule,
             paid=paid if getattr(c.method, "public", None) else None,
         )
-        for c in usual_contenders(task)
+        for c in default_contenders(task)
     ]
     assert own.learning_rate is not None
-    middle = RATES[len(RATES) // 2]
     advice = advise(
         task,
         [own, *others],
         records=records,
         stand_in=None if stand_in is None else data[stand_in],
-        rates=[own.learning_rate * rate / middle for rate in RATES],
+        rates=[own.learning_rate * rate / RATES[len(RATES) // 2] for rate in RATES],
         folds=folds,
+        jobs=jobs,
         console=None if as_json or quiet else err(),
     )
     if settings.choose is not None:
@@ -98,3 +88,38 @@ def advise_command(
         print_json(advice.to_dict())
     else:
         out().print(advice)
+
+
+def _read(path: Path, records: int | None) -> tuple[Config, int]:
+    """The configuration, and about how many records it is for."""
+    from dpspan.app.config import load_config
+
+    settings = load_config(path)
+    if settings.features is not None:
+        raise ValueError(
+            "`dpspan advise` does not know the `features` section. Leave it out to compare methods "
+            "on the images themselves."
+        )
+    records = records or settings.data.records
+    if records is None:
+        raise ValueError(
+            "Expected data.records or --records, about how many private records there are: the "
+            "private data are not opened to count them."
+        )
+    if not settings.data.public:
+        raise ValueError("Expected data.public: advice is found on labelled public data.")
+    if settings.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    return settings, records
+
+
+def _planned_choice(config: Config) -> Mapping[str, Any] | None:
+    """The record of what the `choose` section will cost; None without one."""
+    from dpspan.accounting.events import pure_event
+    from dpspan.accounting.ledger import Ledger
+
+    if config.choose is None:
+        return None
+    ledger = Ledger()
+    ledger.charge(pure_event(config.choose.epsilon))
+    return ledger.state_dict()

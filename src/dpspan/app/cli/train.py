@@ -75,12 +75,14 @@ def _summary(result: Result, config: Path) -> str:
             f"Stopped after {result.step} of {result.steps} steps; the checkpoint is saved. Go on "
             f"with: dpspan train {config} --resume"
         )
+    reasons = {
+        "budget spent": "as steps that an interruption lost had to be paid for",
+        "diverged": "as the weights grew without bound: lower the learning rate",
+    }
     early = ""
-    if result.status == "budget spent":
-        early = (
-            f" It ended after {result.step} of {result.steps} steps, as steps that an interruption "
-            "lost had to be paid for."
-        )
+    if result.status in reasons:
+        taken = f"{result.step} of {result.steps} steps"
+        early = f" It ended after {taken}, {reasons[result.status]}."
     accuracy = (result.metrics or {}).get("test_accuracy")
     reached = "" if accuracy is None else f", test accuracy {accuracy:.1%}"
     return (

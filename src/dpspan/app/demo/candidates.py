@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.choose import choose_public, gsd, unprivate_captured_energy
+from dpspan.app.demo.settings import CHOICE_EPSILON
+from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.from_config import choose_once
+from dpspan.choose import Choice, choose_public, gsd, unprivate_captured_energy
 from dpspan.public.data import PublicData
-from dpspan.support.files import replacing
 
-RANK = 16
+RANK, MECHANISM = 16, "permute-and-flip"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,55 +71,29 @@ def save(path: Path, rows: list[Nearness], *, stand_in: str) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """What the private records chose, and what it cost."""
+def choose(
+    out: Path, model: nn.Module, private: Dataset[Any], candidates: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What the private records choose for ε, or have chosen, as in `choice.json`."""
+    folder = RunFolder(out)
+    if folder.choice.exists() and not folder.ledger.exists():  # 0.1's demo: a ledger in the choice
+        folder.write_json(folder.ledger, read_json(folder.choice)["ledger"])
+    asked = {
+        "settings": {"mechanism": MECHANISM, "rank": RANK},
+        "candidates": {n: PublicData.of(c, name=n).digest for n, c in candidates.items()},
+    }
 
-    name: str
-    epsilon: float
-    note: str
-    paid: dict[str, Any]  # the state of the ledger that holds the choice
-
-
-def choose_once(
-    path: Path,
-    model: nn.Module,
-    private: Dataset[Any],
-    candidates: Mapping[str, Tensor],
-    *,
-    epsilon: float,
-    records: int,
-) -> Chosen:
-    """Choose privately, or read what was chosen: to choose again would be one more release."""
-    if not path.exists():
-        ledger = Ledger()
-        choice = choose_public(
+    def chosen(ledger: Ledger) -> Choice:
+        return choose_public(
             model,
             nn.CrossEntropyLoss(),
             private,
             candidates,
             ledger=ledger,
-            epsilon=epsilon,
+            epsilon=CHOICE_EPSILON,
             rank=RANK,
-            records=records,
+            mechanism=MECHANISM,
+            records=len(private),  # type: ignore[arg-type]
         )
-        content = {
-            "chosen": choice.name,
-            "epsilon": choice.epsilon,
-            "note": choice.note,
-            "asked": {
-                "settings": {"mechanism": choice.mechanism, "rank": RANK},
-                "candidates": {n: PublicData.of(c, name=n).digest for n, c in candidates.items()},
-            },
-            "ledger": ledger.state_dict(),
-        }
-        with replacing(path, what="the choice of public data") as temporary:
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            temporary.write_text(text, encoding="utf-8")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return Chosen(
-        name=content["chosen"],
-        epsilon=content["epsilon"],
-        note=content["note"],
-        paid=content["ledger"],
-    )
+
+    return choose_once(folder, asked, chosen)

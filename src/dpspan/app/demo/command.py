@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 from dpspan.accounting.epsilon import Budget
 from dpspan.app.comparison import Comparison, Task, compare, verdicts
+from dpspan.app.comparison.compare import locked
 from dpspan.app.demo import data
-from dpspan.app.demo.candidates import choose_once, rank_on_stand_in, save, table
+from dpspan.app.demo.candidates import choose, rank_on_stand_in, save, table
 from dpspan.app.demo.settings import (
     BATCH,
-    CHOICE_EPSILON,
     DELTA,
     EPOCHS,
     EPSILON,
@@ -34,6 +34,7 @@ from dpspan.app.demo.settings import (
 )
 from dpspan.app.demo.tuning import tune
 from dpspan.app.report import render
+from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.public.data import PublicData
 from dpspan.support.randomness import seeded
 
@@ -49,31 +50,16 @@ def run(
 ) -> Comparison:
     """Rank, choose, compare, report."""
     began = time.perf_counter()
-    out.mkdir(parents=True, exist_ok=True)
-    digits = data.handwritten(opt_in=OPT_IN, test=TEST)
-    scans, printed = digits.opt_in.tensors[0], data.rendered(RENDERED, seed=0)
-    labelled = PublicData.of(printed, name="printed digits")
-    records = len(digits.private)
+    digits, printed = data.handwritten(opt_in=OPT_IN, test=TEST), data.rendered(RENDERED, seed=0)
     console.print(
-        f"[bold]dpspan demo[/]: {records:,} private handwritten digits, {TEST} others to measure "
-        f"on (declared public), ε = {epsilon:g}, δ = {DELTA:g}.\n"
+        f"[bold]dpspan demo[/]: {len(digits.private):,} private handwritten digits, {TEST} others "
+        f"to measure on (declared public), ε = {epsilon:g}, δ = {DELTA:g}.\n"
         f"Public: {OPT_IN} opt-in scans without labels, {RENDERED} printed digits with labels, "
         "patches of photographs, noise."
     )
-    model = _initial()
-    half, others = scans[: OPT_IN // 2], _others(printed[0], OPT_IN // 2)
-    near = rank_on_stand_in(model, half, {"opt-in scans": scans[OPT_IN // 2 :], **others})
-    save(out / "candidates.json", near, stand_in=f"{len(half)} of the opt-in scans")
-    console.print(table(near))
-    candidates = {"opt-in scans": scans, **_others(printed[0], OPT_IN)}
-    choice = choose_once(
-        out / "choice.json", model, digits.private, candidates,
-        epsilon=CHOICE_EPSILON, records=records,
-    )  # fmt: skip
-    console.print(
-        f"The private digits themselves chose, for ε = {choice.epsilon:g}: [bold]{choice.name}[/]. "
-        f"{choice.note}\n"
-    )
+    with locked(out):
+        public = _chosen(out, console, digits, printed[0])
+    labelled = PublicData.of(printed, name="printed digits")
     task = Task(
         model=network,
         private=digits.private,
@@ -87,23 +73,35 @@ def run(
     )
     comparison = compare(
         task,
-        contenders(
-            public=PublicData.of(candidates[choice.name], name=choice.name),
-            start=task.start,
-            paid=choice.paid,
-        ),
+        contenders(public=public, start=task.start, paid=read_json(RunFolder(out).ledger)),
         out=out,
         seeds=range(seeds),
         jobs=jobs or _cores(),
         console=console,
     )
     console.print(comparison)
-    for sentence in verdicts(comparison):
+    for sentence in (*verdicts(comparison), _if_labelled(task, digits.opt_in, seeds, comparison)):
         console.print(f"• {sentence}")
-    console.print(f"• {_if_labelled(task, digits.opt_in, seeds, comparison)}")
     page = render([out], out / "report.html")
     console.print(f"{time.perf_counter() - began:.0f} s in all. To read on: {page}")
     return comparison
+
+
+def _chosen(out: Path, console: Console, digits: data.Digits, printed: Tensor) -> PublicData:
+    """Rank the public data by public scans, and choose among them by the private digits."""
+    scans, model, half = digits.opt_in.tensors[0], _new_network(0), OPT_IN // 2
+    near = rank_on_stand_in(
+        model, scans[:half], {"opt-in scans": scans[half:], **_others(printed, half)}
+    )
+    save(out / "candidates.json", near, stand_in=f"{half} of the opt-in scans")
+    console.print(table(near))
+    candidates = {"opt-in scans": scans, **_others(printed, OPT_IN)}
+    choice = choose(out, model, digits.private, candidates)
+    console.print(
+        f"The private digits themselves chose, for ε = {choice['epsilon']:g}: "
+        f"[bold]{choice['chosen']}[/]. {choice['note']}\n"
+    )
+    return PublicData.of(candidates[choice["chosen"]], name=choice["chosen"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,10 +124,9 @@ def _cores() -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def _initial() -> nn.Module:
-    """Weights to compare gradients at; they have seen no data."""
-    model = network()
-    with seeded(model, 0):
+def _new_network(seed: int) -> nn.Module:
+    """Weights that have seen no data."""
+    with seeded(nn.Identity(), seed):
         return network()
 
 
@@ -144,11 +141,10 @@ def _others(printed: Tensor, count: int) -> dict[str, Tensor]:
 def _if_labelled(task: Task, opt_in: TensorDataset, seeds: int, comparison: Comparison) -> str:
     """The lesson beside the table: labels for the scans would be worth so much."""
     accuracies = []
-    x, y = task.test[:]
+    assert isinstance(task.test, TensorDataset)
+    x, y = task.test.tensors
     for seed in range(seeds):
-        model = network()
-        with seeded(model, seed):
-            model = network()
+        model = _new_network(seed)
         dataclasses.replace(WARM, data=opt_in, seed=seed).run(model, task.criterion)
         with torch.no_grad():
             accuracies.append(float((model(x).argmax(1) == y).float().mean()))

@@ -7,6 +7,7 @@ such trials. Learning rates, which decide between methods, come from printed dig
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,14 +56,15 @@ def contenders(
         "GEP": GEP(public=public, rank=RANK, clip=CLIP, residual_clip=RESIDUAL_CLIP, diagnose=10),
         "RGP": RGP(rank=CARRIERS, clip=CLIP),
     }
-    return [
+    cold = [
         Contender(
-            name=("warm start + " if warm else "") + name,
+            name=name,
             method=method,
-            learning_rate=rates[name][warm],
-            warm_start=start if warm else None,
+            learning_rate=rates[name][0],
             paid=paid if isinstance(method, PDPSGD | GEP) else None,
         )
-        for warm in (False, True)
         for name, method in methods.items()
     ]
+    assert start is not None  # the printed digits have labels
+    warm = [dataclasses.replace(c.warmed(start), learning_rate=rates[c.name][1]) for c in cold]
+    return [*cold, *warm]

@@ -13,8 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpspan.accounting.promises import weaknesses
-from dpspan.app.comparison.results import Comparison
-from dpspan.app.comparison.verdicts import verdicts
+from dpspan.app.comparison.results import Comparison, verdicts
 from dpspan.app.report import figures, wording
 from dpspan.app.report.reading import UNPRIVATE, Found, Run, read
 from dpspan.support.files import replacing

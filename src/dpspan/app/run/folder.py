@@ -14,7 +14,7 @@ that is taken again is another release, and is charged as one.
 Two copies of a folder that both go on are two runs: add their ε.
 
 A folder is of a run or of a comparison, never of both: each has a `certificate.json` of its own,
-and would replace the other's.
+and would replace the other's. docs/run-folder.md describes every file.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
-from dpspan.app.run.record import tells_all
+from dpspan.engine.checkpoint import load_file
 from dpspan.support.files import replacing
 from dpspan.support.strict_json import plain
+
+FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is version 1
+CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
 
 
 @contextmanager
@@ -56,8 +60,8 @@ def locked(path: Path) -> Iterator[None]:
             "folder."
         ) from error
     try:
-        for left_behind in path.glob(".*.tmp"):
-            left_behind.unlink()
+        for interrupted in path.glob(".*.tmp"):
+            interrupted.unlink()
         yield
     finally:
         lock.release()
@@ -75,6 +79,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.run = self.path / "run.json"
         self.ledger = self.path / "ledger.json"
         self.choice = self.path / "choice.json"
         self.checkpoint = self.path / "checkpoint.safetensors"
@@ -84,6 +89,8 @@ class RunFolder:
         self.model = self.path / "model.safetensors"
         self.features = self.path / "features.safetensors"
         self.audit = self.path / "audit.json"
+
+    # -- what is there --------------------------------------------------------------------------
 
     @property
     def is_run(self) -> bool:
@@ -96,53 +103,36 @@ class RunFolder:
         files = (self.checkpoint, self.metrics, self.certificate, self.model)
         return any(path.exists() for path in files)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
-        with locked(self.path):
-            if is_comparison(self.path):
-                raise ValueError(
-                    f"{self.path} holds a comparison, whose certificate would be replaced. Choose "
-                    "another output folder."
-                )
-            yield
-
-    def refuse_lost_ledger(self) -> None:
-        """ValueError if something is here that was paid for, and the record of its price is not."""
-        if not self.ledger.exists() and (self.certified or self.choice.exists()):
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """`run.json`: None before the run, and in the folder that 0.1's `train` left."""
+        if not self.run.exists():
+            return None
+        facts: dict[str, Any] = read_json(self.run)
+        if facts.get("version", 1) not in (1, VERSION):
             raise ValueError(
-                f"{self.ledger} is missing, so nobody knows what the other files in {self.path} "
-                "have cost. Restore it, or train anew in another folder."
+                f"{self.path} was written by another dpspan (version {facts['version']} of the "
+                f"folder; this one knows {VERSION}). Go on with that one, or choose another folder."
             )
+        return facts
 
-    def write_ledger(self, ledger: Ledger) -> None:
-        """The record so far; ValueError if the one on the disk tells more."""
-        state = ledger.state_dict()
-        if self.ledger.exists() and not tells_all(read_json(self.ledger), state):
-            raise ValueError(
-                f"{self.ledger} tells of releases that this process does not know, and is kept. "
-                "Train in another folder."
-            )
-        self.write_json(self.ledger, state)
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train; 0.1 wrote a run.json at the end only."""
+        facts = self.facts
+        return facts is not None and facts.get("status", "finished") is not None
 
-    def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Whole or not at all, and on the disk when this returns."""
-        self.write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-    def write_text(self, path: Path, text: str) -> None:
-        """Likewise."""
-        with replacing(path, what=f"the file {path.name}") as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-    def warn(self, message: str) -> None:
-        """Put a warning on record, before training or after: the ledger first; runs may go on."""
-        self.refuse_lost_ledger()
-        if not self.ledger.exists():
-            self.write_json(self.ledger, Ledger().state_dict())
-        for path in (self.ledger, self.certificate):
-            document = read_json(path) if path.exists() else None
-            if document is not None and message not in document["warnings"]:
-                self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
+    @property
+    def untrained(self) -> bool:
+        """Whether no private step is behind the checkpoint, nor after it: a choice at the most."""
+        if self.metrics.exists() or self.model.exists():
+            return False
+        try:
+            engine = load_file(self.checkpoint, CHECKPOINT)["engine"]
+            lost = steps_beyond(engine["ledger"], read_json(self.ledger))
+        except (ValueError, OSError):  # damaged, or lost: nobody knows
+            return False
+        return lost == 0 and engine["loader"]["epoch"] == engine["loader"]["position"] == 0
 
     def kept_features(self, wanted: bool) -> Path | None:
         """The layer of a run that has begun; None if it has none, an error if it was lost."""
@@ -155,6 +145,105 @@ class RunFolder:
             )
         return self.features
 
+    # -- one process, and its ledger --------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
+        with locked(self.path):
+            if is_comparison(self.path):
+                raise ValueError(
+                    f"{self.path} holds a comparison, whose certificate would be replaced. Choose "
+                    "another output folder."
+                )
+            yield
+
+    def begin_anew(self) -> None:
+        """Remove a checkpoint of public things only; ValueError if there is more behind it."""
+        if not self.untrained:
+            raise ValueError(
+                f"{self.path} holds a run already. Go on with it by --resume (resume=True), or "
+                "choose another output folder."
+            )
+        for path in (self.certificate, self.checkpoint, self.run):  # the ledger stays
+            path.unlink(missing_ok=True)
+
+    def refuse_other_settings(self, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+        """ValueError unless the run that is here has these settings."""
+        key = next((key for key in here if there.get(key) != here[key]), None)
+        if key is not None:
+            raise ValueError(
+                f"{self.path} holds a run with other settings ({key} is {there.get(key)!r} there, "
+                f"{here[key]!r} here). {self.way_out}"
+            )
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a run that does not fit the one that is here."""
+        if self.untrained:
+            return "No private step was taken yet: train without --resume to begin anew."
+        return "Put them back, or choose another folder: what was released stays released."
+
+    def refuse_lost_ledger(self) -> None:
+        """ValueError if something is here that was paid for, and the record of its price is not."""
+        if not self.ledger.exists() and (self.certified or self.choice.exists()):
+            raise ValueError(
+                f"{self.ledger} is missing, so nobody knows what the other files in {self.path} "
+                "have cost. Restore it, or train anew in another folder."
+            )
+
+    def open_ledger(
+        self, accountant: str, budget: Budget | None, paid: Mapping[str, Any] | None = None
+    ) -> Ledger:
+        """A ledger with what was spent before the run begins: here, or on record as `paid`.
+
+        A run that goes on takes its record later, together with its weights.
+        """
+        self.refuse_lost_ledger()
+        ledger = Ledger(accountant=accountant, budget=budget)
+        if not self.checkpoint.exists():
+            spent = read_json(self.ledger) if self.ledger.exists() else paid
+            if spent is not None:
+                ledger.load_state_dict(spent)
+                ledger.budget = budget
+        return ledger
+
+    def write_ledger(self, ledger: Ledger) -> None:
+        """The record so far; ValueError if the one on the disk tells more."""
+        state = ledger.state_dict()
+        if self.ledger.exists() and not covers(state, read_json(self.ledger)):
+            raise ValueError(
+                f"{self.ledger} tells of releases that this process does not know, and is kept. "
+                "Train in another folder."
+            )
+        self.write_json(self.ledger, state)
+
+    def warn(self, message: str) -> None:
+        """Put a warning on record, before training or after: the ledger first; runs may go on."""
+        self.refuse_lost_ledger()
+        if not self.ledger.exists():
+            self.write_json(self.ledger, Ledger().state_dict())
+        for path in (self.ledger, self.certificate):
+            document = read_json(path) if path.exists() else None
+            if document is not None and message not in document["warnings"]:
+                self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def write_facts(self, **facts: Any) -> None:
+        """`run.json`; `status` is None until the run has ended."""
+        self.write_json(self.run, {"format": FORMAT, "version": VERSION, **facts})
+
+    def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Whole or not at all, and on the disk when this returns."""
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        self.write_text(path, text + "\n")
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Likewise."""
+        with replacing(path, what=f"the file {path.name}") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
     def write_model(self, model: nn.Module) -> None:
         """The weights, for any program that reads safetensors."""
         with replacing(self.model, what="the model") as temporary:
@@ -164,10 +253,9 @@ class RunFolder:
         """Add lines of JSON."""
         if not lines:
             return
-        text = "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(text)
+                file.write(_text(lines))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -175,8 +263,11 @@ class RunFolder:
 
     def keep_until(self, path: Path, step: int) -> None:
         """Take off lines of later steps, and a last one that was not finished."""
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        self.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+        self.write_text(path, _text([line for line in read_lines(path) if line["step"] <= step]))
+
+
+def _text(lines: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
 
 
 def read_json(path: Path) -> Any:
@@ -184,7 +275,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except ValueError:
-        raise ValueError(f"{path} is damaged: it is no JSON. Restore it from a copy.") from None
+        raise ValueError(f"{path} is damaged: it is not JSON. Restore it from a copy.") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -197,3 +288,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return read
+
+
+def steps_beyond(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> int | None:
+    """How many more releases a ledger's `later` state has; None if it leaves out an earlier one."""
+    old, new = _ledger(earlier), _ledger(later)
+    held, now = old.events, new.events
+    goes_on = len(held) <= len(now) and held[:-1] == now[: max(len(held) - 1, 0)]
+    if held and goes_on:
+        (event, count), (same, reached) = held[-1], now[len(held) - 1]
+        goes_on = event == same and count <= reached
+    return new.steps - old.steps if goes_on else None
+
+
+def covers(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    """Whether `later` has every release of `earlier`, and all else that must be told of them."""
+    old, new = _ledger(earlier), _ledger(later)
+    notes = ("warnings", "invalid", "public")
+    told = all(set(getattr(old, note)) <= set(getattr(new, note)) for note in notes)
+    return told and steps_beyond(earlier, later) is not None
+
+
+def _ledger(state: Mapping[str, Any]) -> Ledger:
+    ledger = Ledger()
+    ledger.load_state_dict(state)
+    return ledger

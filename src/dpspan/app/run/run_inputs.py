@@ -1,28 +1,24 @@
-"""From a configuration to the things it names: data, model, method."""
+"""From a configuration to the data and the model that it names."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config
+from dpspan.app.config.features import PatchesSection
 from dpspan.app.data import Loaded, load
 from dpspan.app.data.source import Source
-from dpspan.app.run.batches import in_batches
-from dpspan.app.run.features import layer_of, seen_by
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.model.trainable import Trainable, train_only
 from dpspan.public.data import PublicData
-from dpspan.public.encoding import encode_public
+from dpspan.public.encoding import encode, encode_public
 from dpspan.public.patches import PatchFeatures
 
 _SECRET = "This message depends on private data: do not publish it."
@@ -39,10 +35,6 @@ class Parts:
     trainable: Trainable | None
     device: torch.device
     layer: PatchFeatures | None  # what all of these data have been through
-
-    def loader(self, batch_size: int) -> DataLoader[Any]:
-        """The private data in batches."""
-        return in_batches(self.private.dataset, batch_size)
 
 
 def make_parts(config: Config, *, features: Path | None = None) -> Parts:
@@ -61,10 +53,10 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     layer = None
     if config.features is not None:
         seed = config.training.seed
-        layer = layer_of(config.features, public, seed=seed, device=device, kept=features)
-        private = seen_by(layer, private)
+        layer = _layer(config.features, public, seed=seed, device=device, kept=features)
+        private = encode_loaded(layer, private)
         public = {name: encode_public(layer, data) for name, data in public.items()}
-        test = None if test is None else seen_by(layer, test)
+        test = None if test is None else encode_loaded(layer, test)
     with torch.random.fork_rng():
         torch.manual_seed(config.training.seed)
         model = new_model(config, private).to(device)
@@ -98,10 +90,34 @@ def trainable_of(config: Config) -> Trainable | None:
     return None if config.trainable is None else config.trainable.build()
 
 
-def sampling(config: Config, parts: Parts) -> PoissonDraw:
-    """Poisson sampling at the rate batch size / records."""
-    rate = min(1.0, config.training.batch_size / public_count(config, parts.private))
-    return PoissonDraw.one_pass(records=len(parts.private.dataset), sample_rate=rate)
+def _layer(
+    section: PatchesSection,
+    public: Mapping[str, PublicData],
+    *,
+    seed: int,
+    device: torch.device,
+    kept: Path | None,
+) -> PatchFeatures:
+    """The frozen layer that is kept in a file, or one that is learnt now.
+
+    Learnt again on another machine it would be another one, if only in its last digits and signs.
+    """
+    data = public[section.public]
+    if kept is None:
+        return section.learn(data, seed=seed, device=device)
+    layer = PatchFeatures.load(kept, data)
+    if layer.settings != {**section.settings, "seed": seed}:
+        raise ValueError(
+            f"{kept} was learnt with other settings than the section `features`, or another seed. "
+            "Go back to those, or choose another output folder."
+        )
+    return layer.to(device)
+
+
+def encode_loaded(layer: PatchFeatures, loaded: Loaded) -> Loaded:
+    """Private records or test samples as the layer sees them."""
+    encoded = encode(layer, loaded.dataset)
+    return replace(loaded, dataset=encoded, shape=tuple(encoded.tensors[0].shape[1:]))
 
 
 def _load(
