@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
-from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
@@ -346,7 +347,11 @@ class PrivacyEngine:
         warn_of_weaknesses(target_epsilon, target_delta, told)
         events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
         noise_multiplier = calibrate_event(
-            lambda z: _event(draw, z), events, budget, spent=self.ledger
+            lambda z: _event(draw, z),
+            events,
+            budget,
+            accountant=self.ledger.accountant,
+            spent=self.ledger.events,
         )
         if self.ledger.budget not in (None, budget):
             raise ValueError(

@@ -70,7 +70,7 @@ MOVED = {
     "dpspan.run.choice": "dpspan.app.run.from_config",
     "dpspan.run.features": "dpspan.app.run.run_inputs",
     "dpspan.run.parts": "dpspan.app.run.run_inputs",
-    "dpspan.run.record": "dpspan.app.run.folder",
+    "dpspan.run.record": "dpspan.accounting.ledger",
     "dpspan.run.scalars": "dpspan.app.run.resumable",
     "dpspan.sample_losses": "dpspan.public.losses",
     "dpspan.sampling": "dpspan.engine.sampling",
@@ -120,8 +120,7 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def _new_path(name: str) -> str | None:
-    known = [old for old in MOVED if name == old or name.startswith(f"{old}.")]
-    if not known:
-        return None
-    old = max(known, key=len)  # a module that left its package goes first
-    return MOVED[old] + name.removeprefix(old)
+    for old, new in sorted(MOVED.items(), reverse=True):  # the longest path that fits
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return None

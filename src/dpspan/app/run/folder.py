@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from dpspan.accounting.epsilon import Budget
-from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.engine.checkpoint import load_file
 from dpspan.support.files import replacing
 from dpspan.support.strict_json import plain
@@ -210,13 +210,12 @@ class RunFolder:
 
     def write_ledger(self, ledger: Ledger) -> None:
         """The record so far; ValueError if the one on the disk tells more."""
-        state = ledger.state_dict()
-        if self.ledger.exists() and not covers(state, read_json(self.ledger)):
+        if self.ledger.exists() and not ledger.covers(Ledger.from_state(read_json(self.ledger))):
             raise ValueError(
                 f"{self.ledger} tells of releases that this process does not know, and is kept. "
                 "Train in another folder."
             )
-        self.write_json(self.ledger, state)
+        self.write_json(self.ledger, ledger.state_dict())
 
     def warn(self, message: str) -> None:
         """Put a warning on record, before training or after: the ledger first; runs may go on."""
@@ -288,28 +287,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return read
-
-
-def steps_beyond(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> int | None:
-    """How many more releases a ledger's `later` state has; None if it leaves out an earlier one."""
-    old, new = _ledger(earlier), _ledger(later)
-    held, now = old.events, new.events
-    goes_on = len(held) <= len(now) and held[:-1] == now[: max(len(held) - 1, 0)]
-    if held and goes_on:
-        (event, count), (same, reached) = held[-1], now[len(held) - 1]
-        goes_on = event == same and count <= reached
-    return new.steps - old.steps if goes_on else None
-
-
-def covers(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
-    """Whether `later` has every release of `earlier`, and all else that must be told of them."""
-    old, new = _ledger(earlier), _ledger(later)
-    notes = ("warnings", "invalid", "public")
-    told = all(set(getattr(old, note)) <= set(getattr(new, note)) for note in notes)
-    return told and steps_beyond(earlier, later) is not None
-
-
-def _ledger(state: Mapping[str, Any]) -> Ledger:
-    ledger = Ledger()
-    ledger.load_state_dict(state)
-    return ledger

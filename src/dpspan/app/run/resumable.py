@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import Budget, account
-from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import weaknesses
-from dpspan.app.run.folder import CHECKPOINT, RunFolder, read_json, read_lines, steps_beyond
+from dpspan.app.run.folder import CHECKPOINT, RunFolder, read_json, read_lines
 from dpspan.app.run.task import Contender, Task
 from dpspan.app.run.training import Spent, Status, Training, accuracy_and_loss
 from dpspan.engine.checkpoint import load_file

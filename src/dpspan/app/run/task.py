@@ -206,10 +206,7 @@ class Contender:
     @property
     def spent(self) -> tuple[tuple[DpEvent, int], ...]:
         """What was released before the first step of its runs."""
-        ledger = Ledger()
-        if self.paid is not None:
-            ledger.load_state_dict(self.paid)
-        return ledger.events
+        return () if self.paid is None else Ledger.from_state(self.paid).events
 
     def seeded_start(self, seed: int) -> WarmStart | None:
         """The warm start of the run with that seed."""

@@ -15,7 +15,8 @@ from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.calibration import calibrate_event
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.run.task import Contender, FixedNoise, Task
@@ -199,10 +200,9 @@ def calibrated(
     budget: Budget, spent: Spent, sample_rate: float, steps: int, accountant: str
 ) -> float:
     """The noise multiplier for so many steps on top of what is spent."""
-    ledger = Ledger(accountant=accountant)
-    for event, count in spent:
-        ledger.charge(event, count)
-    return calibrate_event(lambda z: step_event(z, sample_rate), steps, budget, spent=ledger)
+    return calibrate_event(
+        lambda z: step_event(z, sample_rate), steps, budget, accountant=accountant, spent=spent
+    )
 
 
 def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
