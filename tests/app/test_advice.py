@@ -152,9 +152,9 @@ class TestAdvise:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"folds": 2}, "folds an int of at least 3, got 2"),
-            ({"rates": ()}, "learning rates > 0"),
-            ({"rates": (0.0,)}, "learning rates > 0"),
+            ({"folds": 2}, "folds to be an integer of at least 3, got 2"),
+            ({"rates": ()}, "at least 1 learning rate, got"),
+            ({"rates": (0.0,)}, r"every learning rate > 0 and finite, got 0\.0"),
             ({"records": 0}, "records to be an integer of at least 1"),
         ],
     )

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experiments import demo_rates
 from matplotlib import font_manager
 from rich.console import Console
 
 from dpspan.app import demo
-from dpspan.app.demo import command, data, settings, tuning
+from dpspan.app.demo import command, data, settings
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import fingerprints, refuse_overlap
 
@@ -23,7 +24,7 @@ OLD_FONTS = not any(font.name in data.ITALIC for font in font_manager.fontManage
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     short = dataclasses.replace(settings.WARM, max_epochs=2)
-    for module in (command, tuning):
+    for module in (command, demo_rates):
         monkeypatch.setattr(module, "WARM", short)
 
 
@@ -68,7 +69,7 @@ def test_demo(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_search_for_settings() -> None:
     console = Console(record=True, width=120)
-    advice = tuning.tune(console, records=300, jobs=1, folds=3, epochs=1)
+    advice = demo_rates.tune(console, records=300, jobs=1, folds=3, epochs=1)
     assert {trial.name for trial in advice.trials} >= {"public only", *settings.RATES}
     assert "Rehearsed on public data" in console.export_text()
 

@@ -118,17 +118,15 @@ def advise(
     return conclude(trials, (*notes, *_paid(task, everyone)))
 
 
-def default_contenders(task: Task, subspace: object = None) -> tuple[Contender, ...]:
+def default_contenders(task: Task) -> tuple[Contender, ...]:
     """Each method with a few ranks and clips, from scratch and, with public labels, warm-started.
 
-    `subspace` is public data for subspaces, labels not needed; by default the task's. The learning
-    rates are placeholders: `advise` tries its own.
+    The learning rates are placeholders: `advise` tries its own.
     """
-    source = task.public if subspace is None else subspace
     methods: dict[str, Method] = {f"DP-SGD, clip {clip:g}": DPSGD(clip=clip) for clip in (1.0, 0.3)}
     methods["RGP, rank 2"] = RGP(rank=2, clip=1.0)
-    if source is not None:
-        data = PublicData.of(source)
+    if task.public is not None:
+        data = PublicData.of(task.public)
         for rank in sorted({max(1, data.count // 5), max(1, data.count // 2)}):
             methods[f"PDP-SGD, rank {rank}"] = PDPSGD(public=data, rank=rank, clip=1.0)
             methods[f"GEP, rank {rank}, clips 1 and 0.2"] = GEP(

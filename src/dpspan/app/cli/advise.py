@@ -51,14 +51,8 @@ def advise_command(
     for name in (used, *([] if stand_in is None else [stand_in])):
         if name not in data:
             raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
-    task = task_of(
-        settings,
-        like=loaded[used],
-        private=Untouched(),
-        test=Untouched(),
-        public=data[used],
-        warm_start=warm_start_of(settings, data),
-    )
+    like, none, warm_start = loaded[used], Untouched(), warm_start_of(settings, data)
+    task = task_of(settings, like, none, none, public=data[used], warm_start=warm_start)
     paid = _planned_choice(settings)
     own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
     others = [

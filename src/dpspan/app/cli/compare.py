@@ -82,13 +82,8 @@ def _task(settings: dict[str, Config], parts: Parts, to: Path) -> tuple[Task, li
         like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
     assert parts.test is not None
-    task = task_of(
-        first,
-        like=parts.private,
-        private=parts.private.dataset,
-        test=parts.test.dataset,
-        warm_start=next(iter(starts), None),
-    )
+    private, start = parts.private, next(iter(starts), None)
+    task = task_of(first, private, private.dataset, parts.test.dataset, warm_start=start)
     return task, contenders
 
 

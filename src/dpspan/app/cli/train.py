@@ -94,9 +94,8 @@ def _summary(result: Result, config: Path) -> str:
 class _Stopper:
     """Asked after each step whether a signal has come."""
 
-    def __init__(self) -> None:
-        self.armed = False  # before the first step there is nothing to save
-        self._asked = False
+    armed = False  # before the first step there is nothing to save
+    _asked = False
 
     def __call__(self) -> bool:
         return self._asked

@@ -111,8 +111,8 @@ def compare(
 
 def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> None:
     """One run; one that was interrupted goes on."""
-    settings = _settings(task, contender, seed)
-    run = Run(task, contender, seed, folder, settings=settings, lines=_LINES)
+    about: dict[str, Any] = {"task": task, "contender": contender, "seed": seed}
+    run = Run(**about, folder=folder, settings=_settings(**about), lines=_LINES)
     with run_folder.locked(folder.path):  # of its own: it may outlive the process that asked for it
         if contender.method is None:
             run.train_on_public()

@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -143,9 +142,10 @@ class Comparison:
             shown.add_column(heading, justify="right")
         for row in self.rows:
             values, failed = row.values, sum(r.diverged is not None for r in row.results)
+            sd = row.deviation
             shown.add_row(
                 row.name + (f" ({failed} diverged)" if failed else ""),
-                spread(row),
+                f"{100 * row.mean:.1f}" + ("" if sd is None else f" ± {100 * sd:.1f}"),
                 f"{min(values):.1%} … {max(values):.1%}",
                 f"{row.epsilon:.3f}" if row.private else "0",
                 "" if row.learning_rate is None else f"{row.learning_rate:g}",
@@ -160,7 +160,15 @@ class Comparison:
         figure = Figure(figsize=(7, 1.2 + 0.35 * len(self.rows)), layout="constrained")
         FigureCanvasAgg(figure)
         axis = figure.subplots()
-        draw(axis, self.rows)
+        for index, row in enumerate(self.rows):
+            warm = row.warm and row.private
+            colour = "#d55e00" if warm else "#0072b2" if row.private else "#777777"
+            axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
+            axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
+        axis.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
+        axis.invert_yaxis()
+        axis.grid(axis="x", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel(f"{label(self.metric)} at ε = {self.epsilon:g}")
         if self.unprivate:
             figure.suptitle(UNPRIVATE, fontsize=8, color="#d55e00")
@@ -168,24 +176,6 @@ class Comparison:
             warnings.filterwarnings("ignore", message="Glyph")
             figure.savefig(path, dpi=150)
         return Path(path)
-
-
-def draw(axis: Any, rows: Sequence[Row]) -> None:
-    """The runs of each row on a line of its own."""
-    for index, row in enumerate(rows):
-        colour = "#d55e00" if row.warm and row.private else "#0072b2" if row.private else "#777777"
-        axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
-        axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
-    axis.set_yticks(range(len(rows)), [row.name for row in rows])
-    axis.invert_yaxis()
-    axis.grid(axis="x", alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def spread(row: Row) -> str:
-    """Mean and deviation in per cent."""
-    alone = f"{100 * row.mean:.1f}"
-    return alone if row.deviation is None else f"{alone} ± {100 * row.deviation:.1f}"
 
 
 def label(metric: str) -> str:
@@ -204,30 +194,23 @@ class Difference:
 
     points: float
     certain: bool
-
-    def text(self, first: str, second: str) -> str:
-        """One sentence."""
-        if not self.certain:
-            return (
-                f"{first} and {second} are {abs(self.points):.1f} points apart, which so few seeds "
-                "cannot tell from chance."
-            )
-        verb = "beats" if self.points > 0 else "is behind"
-        return f"{first} {verb} {second} by {abs(self.points):.1f} points."
+    text: str  # one sentence
 
 
 def difference(first: Row, second: Row, *, picked_from: int = 1) -> Difference:
     """The first row, the best of so many, against the second."""
     a, b = first.values, second.values
-    points = 100 * (first.mean - second.mean)
-    if len(a) < 2 or len(b) < 2:
-        return Difference(points=points, certain=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # rows whose seeds all agree
-        p = float(stats.ttest_ind(a, b, equal_var=False).pvalue)
-    if math.isnan(p):
-        p = 1.0 if points == 0 else 0.0
-    return Difference(points=points, certain=p < _LEVEL / picked_from)
+    points, certain = 100 * (first.mean - second.mean), False
+    if len(a) > 1 and len(b) > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # rows whose seeds all agree
+            p = float(stats.ttest_ind(a, b, equal_var=False).pvalue)
+        certain = points != 0 if math.isnan(p) else p < _LEVEL / picked_from
+    one, other, apart = f"“{first.name}”", f"“{second.name}”", f"{abs(points):.1f} points"
+    text = f"{one} and {other} are {apart} apart, which so few seeds cannot tell from chance."
+    if certain:
+        text = f"{one} {'beats' if points > 0 else 'is behind'} {other} by {apart}."
+    return Difference(points=points, certain=certain, text=text)
 
 
 def verdicts(comparison: Comparison) -> list[str]:
@@ -241,28 +224,15 @@ def verdicts(comparison: Comparison) -> list[str]:
         alone = max(free, key=lambda row: row.mean)
         gap = difference(best, alone, picked_from=len(private))
         worth = "worth its ε" if gap.certain and gap.points > 0 else "not shown to be worth its ε"
-        sentences.append(
-            f"Private training is {worth} here. " + gap.text(f"“{best.name}”", f"“{alone.name}”")
-        )
-    for warm in (False, True):
-        group = [row for row in private if row.warm == warm]
-        plain = next((row for row in group if row.method == "DPSGD"), None)
-        others = [row for row in group if row.method != "DPSGD"]
-        if plain is None or not others:
-            continue
-        top = max(others, key=lambda row: row.mean)
-        sentences.append(
-            f"{'After a warm start' if warm else 'From scratch'}, the best other method against "
-            "DP-SGD: "
-            + difference(top, plain, picked_from=len(others)).text(
-                f"“{top.name}”", f"“{plain.name}”"
-            )
-        )
-    warm_plain = next((r for r in private if r.warm and r.method == "DPSGD"), None)
-    cold_plain = next((r for r in private if not r.warm and r.method == "DPSGD"), None)
-    if warm_plain is not None and cold_plain is not None:
-        text = difference(warm_plain, cold_plain).text(
-            f"“{warm_plain.name}”", f"“{cold_plain.name}”"
-        )
-        sentences.append("What public labels give for nothing: " + text)
+        sentences.append(f"Private training is {worth} here. {gap.text}")
+    plain = {row.warm: row for row in reversed(private) if row.method == "DPSGD"}
+    for warm, start in ((False, "From scratch"), (True, "After a warm start")):
+        others = [row for row in private if row.warm == warm and row.method != "DPSGD"]
+        if warm in plain and others:
+            top = max(others, key=lambda row: row.mean)
+            gap = difference(top, plain[warm], picked_from=len(others))
+            sentences.append(f"{start}, the best other method against DP-SGD: {gap.text}")
+    if len(plain) == 2:
+        gap = difference(plain[True], plain[False])
+        sentences.append(f"What public labels give for nothing: {gap.text}")
     return sentences

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +17,7 @@ from dpspan.accounting.epsilon import Budget
 from dpspan.app.comparison import Comparison, Task, compare, verdicts
 from dpspan.app.comparison.compare import locked
 from dpspan.app.demo import data
-from dpspan.app.demo.candidates import choose, rank_on_stand_in, save, table
+from dpspan.app.demo.candidates import choose, rank_on_stand_in
 from dpspan.app.demo.settings import (
     BATCH,
     DELTA,
@@ -32,7 +30,6 @@ from dpspan.app.demo.settings import (
     contenders,
     network,
 )
-from dpspan.app.demo.tuning import tune
 from dpspan.app.report import render
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.public.data import PublicData
@@ -76,7 +73,7 @@ def run(
         contenders(public=public, start=task.start, paid=read_json(RunFolder(out).ledger)),
         out=out,
         seeds=range(seeds),
-        jobs=jobs or _cores(),
+        jobs=jobs or min(2, os.cpu_count() or 1),
         console=console,
     )
     console.print(comparison)
@@ -90,11 +87,8 @@ def run(
 def _chosen(out: Path, console: Console, digits: data.Digits, printed: Tensor) -> PublicData:
     """Rank the public data by public scans, and choose among them by the private digits."""
     scans, model, half = digits.opt_in.tensors[0], _new_network(0), OPT_IN // 2
-    near = rank_on_stand_in(
-        model, scans[:half], {"opt-in scans": scans[half:], **_others(printed, half)}
-    )
-    save(out / "candidates.json", near, stand_in=f"{half} of the opt-in scans")
-    console.print(table(near))
+    near = {"opt-in scans": scans[half:], **_others(printed, half)}
+    console.print(rank_on_stand_in(out, model, scans[:half], near))
     candidates = {"opt-in scans": scans, **_others(printed, OPT_IN)}
     choice = choose(out, model, digits.private, candidates)
     console.print(
@@ -102,26 +96,6 @@ def _chosen(out: Path, console: Console, digits: data.Digits, printed: Tensor) -
         f"[bold]{choice['chosen']}[/]. {choice['note']}\n"
     )
     return PublicData.of(candidates[choice["chosen"]], name=choice["chosen"])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m dpspan.app.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to")
-    parser.add_argument("--epsilon", type=float, default=EPSILON, help="budget of each run")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
-    parser.add_argument("--jobs", type=int, default=None, help="runs at a time")
-    parser.add_argument("--tune", action="store_true", help="only repeat the search for settings")
-    options = parser.parse_args(arguments)
-    if options.tune:
-        records = len(data.handwritten(opt_in=OPT_IN, test=TEST).private)
-        tune(Console(), records=records, jobs=options.jobs or _cores())
-        return
-    run(options.out, Console(), epsilon=options.epsilon, seeds=options.seeds, jobs=options.jobs)
-
-
-def _cores() -> int:
-    return min(2, os.cpu_count() or 1)
 
 
 def _new_network(seed: int) -> nn.Module:

@@ -24,7 +24,7 @@ RANK, CLIP, RESIDUAL_CLIP, CARRIERS = 40, 1.0, 0.2, 2
 
 WARM = WarmStart(data=None, max_epochs=60, learning_rate=3e-3, patience=10)
 
-# Learning rates from scratch and after the warm start, as `tuning` found them.
+# Learning rates from scratch and after the warm start, as experiments/demo_rates.py found them.
 RATES = {"DP-SGD": (0.5, 0.25), "PDP-SGD": (4.0, 1.0), "GEP": (1.0, 0.5), "RGP": (1.0, 1.0)}
 
 
@@ -43,11 +43,7 @@ def network() -> nn.Module:
 
 
 def contenders(
-    *,
-    public: object,
-    start: WarmStart | None,
-    paid: Mapping[str, Any] | None,
-    rates: dict[str, tuple[float, float]] = RATES,
+    *, public: object, start: WarmStart | None, paid: Mapping[str, Any] | None
 ) -> list[Contender]:
     """Each method from scratch and after the warm start; subspaces come from unlabelled data."""
     methods: dict[str, Method] = {
@@ -60,11 +56,11 @@ def contenders(
         Contender(
             name=name,
             method=method,
-            learning_rate=rates[name][0],
+            learning_rate=RATES[name][0],
             paid=paid if isinstance(method, PDPSGD | GEP) else None,
         )
         for name, method in methods.items()
     ]
     assert start is not None  # the printed digits have labels
-    warm = [dataclasses.replace(c.warmed(start), learning_rate=rates[c.name][1]) for c in cold]
+    warm = [dataclasses.replace(c.warmed(start), learning_rate=RATES[c.name][1]) for c in cold]
     return [*cold, *warm]

@@ -73,30 +73,18 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
         folder.features.unlink(missing_ok=True)  # of a run that never came to a step
         if parts.layer is not None:
             parts.layer.save(folder.features)
-    output, loaded = config.output, parts.test
-    shown = loaded is not None and (config.data.test_is_public or output.unprivate_metrics)
+    shown = config.data.test_is_public or config.output.unprivate_metrics
+    test = parts.test.dataset if parts.test is not None and shown else None
+    private, name = parts.private.dataset, folder.path.resolve().name
+    records = config.data.records or len(private)
     return Run(
-        task_of(
-            config,
-            like=parts.private,
-            private=parts.private.dataset,
-            test=loaded.dataset if loaded is not None and shown else None,
-            model=lambda: parts.model,
-        ),
-        contender_of(
-            folder.path.resolve().name,
-            config,
-            parts.public,
-            records=config.data.records or len(parts.private.dataset),
-            chosen=chosen,
-        ),
-        config.training.seed,
-        folder,
+        task=task_of(config, parts.private, private, test, model=lambda: parts.model),
+        contender=contender_of(name, config, parts.public, records=records, chosen=chosen),
+        seed=config.training.seed,
+        folder=folder,
         settings=config.fixed(),
-        every=output.checkpoint_every,
         features=None if parts.layer is None else parts.layer.digest,
-        unprivate=output.unprivate_metrics,
-        tensorboard=output.tensorboard,
+        output=config.output,
     )
 
 
@@ -115,10 +103,10 @@ class Untouched(Dataset[object]):
 
 def task_of(
     config: Config,
-    *,
     like: Loaded,
     private: Dataset[Any],
     test: Dataset[Any] | None,
+    *,
     model: Callable[[], nn.Module] | None = None,
     public: PublicData | None = None,
     warm_start: WarmStart | None = None,

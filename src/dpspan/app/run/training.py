@@ -93,6 +93,11 @@ class Training:
     def _handed_over(self) -> int:
         return self.loader.epoch * len(self.loader) + self.loader.position
 
+    @property
+    def epoch(self) -> int:
+        """How many epochs are over."""
+        return self.loader.epoch if self.steps else 0
+
     def take_steps(self) -> Iterator[bool]:
         """Train until the end, or for as long as it is asked for; `status` says why it ended.
 
