@@ -375,9 +375,15 @@ def changed(path, value):
         (changed(["events", 0, "event"], 3), "an event of a known kind, got 3"),
         (changed(["warnings"], "text"), "warnings to be a list"),
         (changed(["invalid"], [1]), "invalid to hold texts, got 1"),
-        (changed(["public", 0, "digest"], KeyError), "'digest' is missing"),
+        (
+            changed(["public", 0, "digest"], KeyError),
+            "'digest' is missing",
+        ),
         (changed(["public", 0, "count"], "many"), "count to be an integer"),
-        (changed(["budget", "delta"], KeyError), "'delta' is missing"),
+        (
+            changed(["budget", "delta"], KeyError),
+            "'delta' is missing",
+        ),
         (changed(["budget", "epsilon"], -1), "target_epsilon > 0 and finite, got -1"),
     ],
 )

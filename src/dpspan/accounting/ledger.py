@@ -25,14 +25,7 @@ from dpspan.accounting.epsilon import (
     rough_epsilon,
 )
 from dpspan.accounting.events import event_from_json, event_to_json
-from dpspan.accounting.releases import (
-    Releases,
-    added,
-    beyond,
-    releases_from_json,
-    releases_to_json,
-    total_count,
-)
+from dpspan.accounting.releases import Releases, added, beyond, releases_from_json, releases_to_json
 from dpspan.support.checks import check_count, check_delta, expect
 from dpspan.support.errors import BudgetExceeded
 
@@ -113,7 +106,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """How many events have been charged."""
-        return total_count(self._events)
+        return sum(count for _, count in self._events)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -140,7 +133,7 @@ class Ledger:
         if os.getpid() != self._process:
             raise RuntimeError(_COPIED)
         event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count, look_ahead=True)
+        self._check_affordable(event, count)
         if self._headroom is not None:
             self._headroom.used += count
         self._record(event, count)
@@ -148,7 +141,7 @@ class Ledger:
     def reserve(self, event: DpEvent, count: int) -> None:
         """Check once that `count` more of `event` fit the budget; charges then cost nothing."""
         event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count, look_ahead=False)
+        self._check_affordable(event, count)
 
     def spending(self, delta: float | None = None) -> Spending:
         """ε at `delta` (the budget's, if there is one) and the accountant it comes from."""
@@ -252,8 +245,7 @@ class Ledger:
                 keep(text)
         for record in state["public"]:
             self.declare_public(*(record[f.name] for f in dataclasses.fields(PublicRecord)))
-        budget = state["budget"]
-        if budget is not None:
+        if (budget := state["budget"]) is not None:
             self.budget = Budget(epsilon=budget["epsilon"], delta=budget["delta"])
 
     def _record(self, event: DpEvent, count: int) -> None:
@@ -278,14 +270,14 @@ class Ledger:
             raise TypeError(f"Expected a dp_accounting DpEvent, got {type(event).__name__}.")
         return event_from_json(event_to_json(event))
 
-    def _check_affordable(self, event: DpEvent, count: int, *, look_ahead: bool) -> None:
+    def _check_affordable(self, event: DpEvent, count: int) -> None:
         budget, room = self.budget, self._headroom
         if budget is None:
             self._headroom = None
             return
         if room is None or room.event != event or room.budget != budget:
             room = self._headroom = _Headroom(event, self._events, budget, self.accountant)
-        if not room.fits(count, look_ahead=look_ahead):
+        if not room.fits(count):
             raise BudgetExceeded(
                 f"{count} more of {event} would exceed the budget of ε = {budget.epsilon:g} "
                 f"at δ = {budget.delta:g}: ε = {self.epsilon():.4f} is spent, after "
@@ -297,7 +289,7 @@ class Ledger:
 def steps_beyond(earlier: Any, later: Any) -> int | None:
     """How many more releases one saved state has than another; None if it leaves one out."""
     more = beyond(Ledger.from_state(earlier).events, Ledger.from_state(later).events)
-    return None if more is None else total_count(more)
+    return None if more is None else sum(count for _, count in more)
 
 
 class _Headroom:
@@ -310,14 +302,14 @@ class _Headroom:
         self._gaps = {0: -budget.epsilon}  # how far ε is above the budget, by the number of events
         self._most, self._too_many = 0, math.inf  # known to fit, known not to
 
-    def fits(self, count: int, *, look_ahead: bool) -> bool:
+    def fits(self, count: int) -> bool:
         """Whether ε stays within the budget; looking ahead settles many later answers too."""
         total = self.used + count
-        while look_ahead and self._most < total and self._too_many == math.inf:
+        while self._most < total and self._too_many == math.inf:
             self._gap(max(total, self._by_renyi, 2 * self._most))
-        if look_ahead and self._most < total < self._too_many:
-            brentq(self._gap, self._most, self._too_many, xtol=0.5)
         if self._most < total < self._too_many:
+            brentq(self._gap, self._most, self._too_many, xtol=0.5)
+        if self._most < total < self._too_many:  # as near as that was not near enough
             self._gap(total)
         return total <= self._most and total < self._too_many
 

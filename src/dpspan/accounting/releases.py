@@ -18,11 +18,6 @@ Releases = Sequence[tuple[DpEvent, int]]
 _Releases = tuple[tuple[DpEvent, int], ...]
 
 
-def total_count(releases: Releases) -> int:
-    """How many releases there are."""
-    return sum(times for _, times in releases)
-
-
 def added(*records: Releases) -> _Releases:
     """Everything in all of the records, equal events together, in an order of their own.
 
