@@ -28,7 +28,7 @@ from scipy import optimize, special
 
 from dpspan.accounting.epsilon import Budget, calibrate_event
 from dpspan.accounting.ledger import Ledger
-from dpspan.app.config.section import Count, Counts, Numbers, Section, Texts
+from dpspan.app.section import Count, Counts, Numbers, Section, Texts
 from dpspan.convex import (
     FromNoisyGradients,
     GradientDescent,

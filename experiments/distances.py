@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpspan
-from dpspan.app.config.section import Count, Positive, Section
+from dpspan.app.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
 from experiments.images import collate
 from experiments.runner import Place, Results, execute

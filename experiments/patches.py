@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dpspan.app.config.features import PatchesSection
-from dpspan.app.config.models import AnyModel
-from dpspan.app.config.section import Counts
+from dpspan.app.config.models import AnyModel, PatchesSection
+from dpspan.app.section import Counts
 from dpspan.model.networks import MLP
 from dpspan.public.patches import PublicLayer
 from experiments.images import Images

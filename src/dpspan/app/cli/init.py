@@ -5,8 +5,8 @@ Of the data, only names are looked at: columns, arrays, folders. No value is.
 
 from __future__ import annotations
 
-import csv
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import typer
 from dpspan.app.cli.app import Json, Quiet, app, check_exists, print_json, say
 from dpspan.support.checks import near
 
-_Fields = dict[str, Any]
+_Keys = dict[str, Any]
 
 
 @app.command()
@@ -47,15 +47,15 @@ def init(
     if out.exists() and not force:
         raise ValueError(f"{out} exists already: pass --force to replace it, or --out.")
     private = _source(data, label, "train")
-    own_test = {} if test is None else _source(test, label, "test")
     if test is None and _has_test(private):
-        own_test = _source(data, label, "test")
+        test = data
+    own_test = {} if test is None else _source(test, label, "test")
     text = _TEMPLATE.format(
-        classes=_flow(_classes(classes)),
+        classes=_flow(int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes)),
         private=_flow(private),
         public=f"\n    extra: {_flow(_source(public, label, 'public'))}" if public else " {}",
         test=f"  test: {_flow(own_test)}" if own_test else f"  # test: {_flow(private)}",
-        model=_flow(_model(model)),
+        model=_flow({"name": "factory", "factory": model} if ":" in model else {"name": model}),
         warm_start=_WARM_START if public else "",
         epsilon=epsilon,
         delta=delta,
@@ -84,37 +84,22 @@ def _flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _classes(text: str) -> int | list[str]:
-    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
-
-
-def _model(name: str) -> _Fields:
-    if ":" in name:
-        return {"name": "factory", "factory": name, "arguments": {}}
-    return {"name": name}
-
-
-def _source(path: Path, label: str | None, part: str) -> _Fields:
+def _source(path: Path, label: str | None, part: str) -> _Keys:
+    """The keys of a source, as far as names tell them."""
     check_exists(path)
-    for fits, describe in _FORMATS.values():
+    for kind, (fits, describe) in _FORMATS.items():
         if fits(path):
-            return describe(path, label, part)
+            return {"format": kind, "path": str(path), **describe(path, label, part)}
     raise ValueError(
         f"Cannot tell the format of {path}. Known are {', '.join(_FORMATS)}: rename the file, or "
         "write the configuration by hand."
     )
 
 
-def _npz(path: Path, label: str | None, part: str) -> _Fields:
-    import numpy as np
+def _npz(path: Path, label: str | None, part: str) -> _Keys:
+    from dpspan.app.data.formats import array_names
 
-    from dpspan.app.data.source import unreadable
-
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = list(file.files)
-    except Exception as error:  # of zip files, of numpy's own, or a file of another kind
-        raise unreadable(path, "npz file", error) from None
+    names = array_names(path)
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
     labels = label or next((n for n in (f"y_{part}", "y", "labels", "y_train") if n in names), None)
     if inputs is None or labels not in names:
@@ -122,47 +107,38 @@ def _npz(path: Path, label: str | None, part: str) -> _Fields:
             f"Cannot tell which of the {len(names)} arrays of {path} are inputs and labels. Name "
             "the inputs x, and pass --label."
         )
-    return {"format": "npz", "path": str(path), "inputs": inputs, "labels": labels}
+    return {"inputs": inputs, "labels": labels}
 
 
-def _csv(path: Path, label: str | None, part: str) -> _Fields:
-    from dpspan.app.data.source import unreadable
+def _has_test(private: _Keys) -> bool:
+    """Whether an npz file holds test arrays beside the training ones."""
+    if private.get("inputs") != "x_train":
+        return False
+    from dpspan.app.data.formats import array_names
 
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(path, "CSV file", error) from None
-    if len(set(names)) < len(names) or any(_is_measured(name) for name in names):
+    return {"x_test", "y_test"} <= set(array_names(Path(private["path"])))
+
+
+def _csv(path: Path, label: str | None, part: str) -> _Keys:
+    from dpspan.app.data.formats import is_number, read_csv
+
+    names, _ = read_csv(path, header_only=True)
+    measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
+    if measured or len(set(names)) < len(names):  # columns may well be called 0, 1, 2
         raise ValueError(
             f"The first line of {path} looks like a record: it holds broken numbers, or one value "
             "twice. Put a line with the names of the columns on top, each of its own."
         )
-    return _table("csv", path, names, label)
+    return _columns(path, names, label)
 
 
-def _is_measured(text: str) -> bool:
-    """Whether it is a number with decimals; columns may well be called 0, 1, 2."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return not text.strip().isdecimal()
+def _parquet(path: Path, label: str | None, part: str) -> _Keys:
+    from dpspan.app.data.formats import parquet_columns
+
+    return _columns(path, parquet_columns(path), label)
 
 
-def _parquet(path: Path, label: str | None, part: str) -> _Fields:
-    from pyarrow import parquet
-
-    from dpspan.app.data.source import unreadable
-
-    try:
-        names = parquet.read_schema(path).names
-    except Exception as error:
-        raise unreadable(path, "Parquet file", error) from None
-    return _table("parquet", path, names, label)
-
-
-def _table(kind: str, path: Path, names: list[str], label: str | None) -> _Fields:
+def _columns(path: Path, names: list[str], label: str | None) -> _Keys:
     if len(names) < 2:
         raise ValueError(f"Expected at least 2 columns in {path}, got {len(names)}.")
     if label is not None and label not in names:
@@ -170,54 +146,37 @@ def _table(kind: str, path: Path, names: list[str], label: str | None) -> _Field
             f"Expected --label to be one of the {len(names)} columns of {path}{near(label, names)}."
         )
     chosen = names[-1] if label is None else label
-    inputs = [name for name in names if name != chosen]
-    return {"format": kind, "path": str(path), "inputs": inputs, "label": chosen}
+    return {"inputs": [name for name in names if name != chosen], "label": chosen}
 
 
-def _idx(path: Path, label: str | None, part: str) -> _Fields:
-    labels = label or str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
-    return {"format": "idx", "path": str(path), "labels": labels}
+def _idx(path: Path, label: str | None, part: str) -> _Keys:
+    labels = str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
+    return {"labels": label or labels}
 
 
-def _datasets(path: Path, label: str | None, part: str) -> _Fields:
-    fields: _Fields = {"format": "datasets", "path": str(path), "label": label or "label"}
+def _datasets(path: Path, label: str | None, part: str) -> _Keys:
     listing = path / "dataset_dict.json"
-    if listing.exists():
-        try:
-            splits = json.loads(listing.read_bytes())["splits"]
-            fields["split"] = part if part in splits else splits[0]
-        except (ValueError, TypeError, LookupError):
-            raise ValueError(f"{listing} does not list the splits of a dataset.") from None
-    return fields
-
-
-def _images(path: Path, label: str | None, part: str) -> _Fields:
-    return {"format": "images", "path": str(path)}
+    if not listing.exists():
+        return {"label": label or "label"}
+    try:
+        splits = json.loads(listing.read_bytes())["splits"]
+        return {"label": label or "label", "split": part if part in splits else splits[0]}
+    except (ValueError, TypeError, LookupError):
+        raise ValueError(f"{listing} does not list the splits of a dataset.") from None
 
 
 def _is_dataset(path: Path) -> bool:
-    return any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json"))
+    return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-_FORMATS: Mapping[str, tuple[Callable[[Path], bool], Callable[..., _Fields]]] = {
+_FORMATS: Mapping[str, tuple[Callable[[Path], bool], Callable[..., _Keys]]] = {
     "npz": (lambda path: path.suffix == ".npz", _npz),
     "csv": (lambda path: path.suffix == ".csv", _csv),
     "parquet": (lambda path: path.suffix in (".parquet", ".pq"), _parquet),
     "idx": (lambda path: "idx" in path.name or "ubyte" in path.name, _idx),
-    "datasets": (lambda path: path.is_dir() and _is_dataset(path), _datasets),
-    "images": (lambda path: path.is_dir(), _images),
+    "datasets": (_is_dataset, _datasets),
+    "images": (Path.is_dir, lambda path, label, part: {}),
 }
-
-
-def _has_test(private: _Fields) -> bool:
-    """Whether an npz file holds test arrays beside the training ones."""
-    if private.get("inputs") != "x_train":
-        return False
-    import numpy as np
-
-    with np.load(private["path"], allow_pickle=False) as file:
-        return {"x_test", "y_test"} <= set(file.files)
-
 
 _WARM_START = """
 # Labelled public data: train on them first, at no cost in privacy. Without labels, delete this.

@@ -7,7 +7,7 @@ So of keys only those are named that a configuration has, and of values only the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise ConfigError(f"Cannot read the configuration {path}: {reason}.") from None
 
 
@@ -100,13 +100,10 @@ def _keys(schema: Any) -> set[str]:
     return set(schema.get("properties", ())).union(*map(_keys, schema.values()))
 
 
-def _with_allowed_tags(
-    error: ValidationError, model: type[BaseModel], values: Any
-) -> ValidationError:
+def _with_allowed_tags(error: ValidationError, model: type[Model], values: Any) -> ValidationError:
     """pydantic names the alternatives only if the key that chooses one is there: so put it in."""
-    missing = [problem for problem in error.errors() if problem["type"] == "union_tag_not_found"]
-    for problem in missing:
-        if isinstance(problem["input"], dict):
+    for problem in error.errors():
+        if problem["type"] == "union_tag_not_found" and isinstance(problem["input"], dict):
             problem["input"][problem["ctx"]["discriminator"].strip("'")] = None
     try:
         model.model_validate(values)
@@ -117,20 +114,18 @@ def _with_allowed_tags(
 
 def _refuse_duplicates(node: Any, name: str) -> None:
     """YAML readers take the last of two equal keys, in silence."""
-    if isinstance(node, yaml.MappingNode):
-        known: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in known:
-                raise ConfigError(
-                    f"{name}:{line}: The key in this line stands in line {known[key.value]} too. "
-                    "Keep one of the two."
-                )
-            known[str(key.value)] = line
-            _refuse_duplicates(value, name)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_duplicates(value, name)
+    known: dict[str, int] = {}
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and key.value in known:
+            raise ConfigError(
+                f"{name}:{line}: The key in this line stands in line {known[key.value]} too. "
+                "Keep one of the two."
+            )
+        known[str(key.value)] = line
+        _refuse_duplicates(value, name)
+    for value in node.value if isinstance(node, yaml.SequenceNode) else ():
+        _refuse_duplicates(value, name)
 
 
 def _place(node: Any, problem: Mapping[str, Any], known: set[str]) -> tuple[str, int]:
@@ -173,7 +168,6 @@ _KINDS: Mapping[type, str] = {
     list: "a list",
     dict: "keys and values",
 }
-
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -200,32 +194,20 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
+    """What was expected; of what was found only the kind."""
     kind, context = problem["type"], problem.get("ctx", {})
-    special = _SPECIAL.get(kind)
-    if special is not None:
-        return special(problem)
-    expected = _EXPECTED.get(kind)
-    if expected is None:
-        message = str(problem["msg"])
-        return message if message.endswith(".") else f"{message}."
-    got = f", got {_kind(problem['input'])}" if kind.endswith("_type") else ""
-    return f"Expected {expected.format(**context)}{got}."
-
-
-def _tag_sentence(problem: Mapping[str, Any]) -> str:
-    context = problem["ctx"]
-    key = str(context["discriminator"]).strip("'")
-    if "tag" not in context:
-        return f"Expected keys and values, '{key}' among them, got {_kind(problem['input'])}."
-    found = ", it is missing" if context["tag"] == "None" else ""
-    return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
-
-
-_SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "missing": lambda problem: "This key is missing, and has no default.",
-    "union_tag_invalid": _tag_sentence,
-    "union_tag_not_found": _tag_sentence,
-}
+    got = f", got {_kind(problem['input'])}"
+    if kind == "missing":
+        return "This key is missing, and has no default."
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        key = str(context["discriminator"]).strip("'")
+        if "tag" not in context:
+            return f"Expected keys and values, '{key}' among them{got}."
+        found = ", it is missing" if context["tag"] == "None" else ""
+        return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
+    if kind in _EXPECTED:
+        return f"Expected {_EXPECTED[kind].format(**context)}{got * kind.endswith('_type')}."
+    return f"{problem['msg'].removesuffix('.')}."
 
 
 def _kind(value: Any) -> str:

@@ -1,28 +1,29 @@
-"""What all sources have in common: from the arrays in a file to checked tensors."""
+"""What all sources have in common: from the arrays in a file to checked samples in memory."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dpspan.app.config.section import File, Numbers, Positive, Section
-from dpspan.app.data.records import Loaded, fingerprinted
+from dpspan.app.section import File, Numbers, Positive, Section
 from dpspan.support.checks import check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.utils.data import TensorDataset
 
 Array = np.ndarray[Any, Any]
 Classes = int | tuple[str, ...]  # how many, or their names in order
 Layout = Literal["as_is", "add_channel", "channels_last"]
 
-PIXEL = 255.0
-
+_PIXEL = 255.0
+_PIECE = 2048  # samples fingerprinted at a time
 _LAYOUTS: Mapping[str, Callable[[Array], Array]] = {
     "as_is": lambda x: x,
     "add_channel": lambda x: x[:, None],
@@ -67,6 +68,46 @@ class Source(Section):
         """The arrays; OSError or ValueError, with the path, if that is impossible."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was read: the samples, and what a model has to know to take them.
+
+    `raw` are fingerprints of the inputs as the file holds them, before they are scaled.
+    """
+
+    dataset: TensorDataset = field(repr=False)
+    classes: int
+    shape: tuple[int, ...]  # of one sample's inputs
+    labelled: bool
+    raw: tuple[bytes, ...] = field(repr=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """(inputs,) or (inputs, labels)."""
+        return self.dataset.tensors
+
+    def copies_of(self, other: Loaded) -> list[int]:
+        """Which samples have the inputs of one of the other's, whatever their labels.
+
+        Exact copies, in the files or after scaling: two sources of one file that are scaled
+        differently have the first in common, a file and a scaled copy of it the second.
+        """
+        raw, scaled = set(other.raw), set(other._scaled)
+        pairs = zip(self.raw, self._scaled, strict=True)
+        return [i for i, (one, two) in enumerate(pairs) if one in raw or two in scaled]
+
+    @cached_property
+    def _scaled(self) -> tuple[bytes, ...]:
+        return _fingerprints(self.tensors[0])
+
+
+def _fingerprints(inputs: Tensor) -> tuple[bytes, ...]:
+    """One hash a sample; whole numbers and floats of the same value are the same."""
+    from dpspan.public.overlap import fingerprints
+
+    return tuple(print_ for piece in inputs.split(_PIECE) for print_ in fingerprints(piece.float()))
+
+
 def load(source: Source, *, classes: Classes) -> Loaded:
     """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
 
@@ -90,7 +131,7 @@ def load(source: Source, *, classes: Classes) -> Loaded:
             f"at least one sample, got shape {raw.inputs.shape} of {raw.inputs.dtype}."
         )
     arranged = _tokens(source, raw) if raw.tokens else _arranged(source, raw)
-    prints = fingerprinted(arranged)  # now, as what follows writes to it
+    prints = _fingerprints(arranged)  # now, as what follows writes to it
     inputs = arranged if raw.tokens else _scaled(source, raw, arranged)
     tensors = [inputs]
     if raw.labels is not None:
@@ -107,14 +148,6 @@ def load(source: Source, *, classes: Classes) -> Loaded:
         labelled=raw.labels is not None,
         raw=prints,
     )
-
-
-def unreadable(path: Path, kind: str, error: Exception) -> ValueError:
-    """What to say of a file that cannot be read: not the reader's own words, which may quote it."""
-    reason = getattr(error, "strerror", None) or type(error).__name__
-    if isinstance(error, UnicodeDecodeError):
-        reason = "its text is not in UTF-8. Save it in that encoding"
-    return ValueError(f"{path} is not a readable {kind}: {reason}.")
 
 
 def _tokens(source: Source, raw: Raw) -> Tensor:
@@ -154,7 +187,7 @@ def _arranged(source: Source, raw: Raw) -> Tensor:
 
 def _scaled(source: Source, raw: Raw, inputs: Tensor) -> Tensor:
     """In place."""
-    inputs /= source.scale or (PIXEL if raw.inputs.dtype == np.uint8 else 1.0)
+    inputs /= source.scale or (_PIXEL if raw.inputs.dtype == np.uint8 else 1.0)
     inputs -= _per_channel("mean", source, inputs)
     std = _per_channel("std", source, inputs)
     if not bool((std > 0).all()):
@@ -179,37 +212,25 @@ def _per_channel(name: str, source: Source, inputs: Tensor) -> Tensor:
 def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
     import torch
 
-    whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
-    if not whole and labels.dtype.kind == "f" and np.array_equal(labels, np.floor(labels)):
-        labels, whole = labels.astype(np.int64), True  # 1.0, as tables with gaps have them
-    if not whole:
-        labels = _numbered(path, labels, classes)
     count = classes if isinstance(classes, int) else len(classes)
-    wrong = np.flatnonzero((labels < 0) | (labels >= count))
+    expected, cure = f"from 0 to {count - 1}", "Correct `classes`, or renumber the labels"
+    whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
+    if labels.dtype.kind == "f" and np.array_equal(labels, np.floor(labels)):
+        whole = True  # 1.0, as tables with gaps have them
+    if whole:
+        numbers = labels.astype(np.int64)
+    elif isinstance(classes, int):  # texts that spell numbers
+        texts = [str(label).strip() for label in labels]
+        numbers = np.array([int(text) if text.isdecimal() else -1 for text in texts])
+        if -1 in numbers:
+            cure = "List the names of the classes in `classes`"
+    else:
+        known = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([known.get(str(label), -1) for label in labels])
+        expected, cure = f"out of {list(classes)}", "Add it to `classes`, or correct the label"
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
     if len(wrong):
         raise ValueError(
-            f"Expected labels from 0 to {count - 1} in {path}, got another at sample {wrong[0]}. "
-            "Correct `classes`, or renumber the labels."
+            f"Expected labels {expected} in {path}, got another at sample {wrong[0]}. {cure}."
         )
-    return torch.from_numpy(labels.astype(np.int64))
-
-
-def _numbered(path: Path, labels: Array, classes: Classes) -> Array:
-    """Texts as the numbers of their names, or as the numbers that they spell."""
-    texts = [str(label) for label in labels]
-    if isinstance(classes, int):
-        for sample, text in enumerate(texts):
-            if not text.strip().isdecimal():
-                raise ValueError(
-                    f"Expected labels from 0 to {classes - 1} in {path}, got another at sample "
-                    f"{sample}. List the names of the classes in `classes`."
-                )
-        return np.array([int(text) for text in texts])
-    numbers = {name: number for number, name in enumerate(classes)}
-    for sample, text in enumerate(texts):
-        if text not in numbers:
-            raise ValueError(
-                f"Expected labels out of {list(classes)} in {path}, got another at sample "
-                f"{sample}. Add it to `classes`, or correct the label."
-            )
-    return np.array([numbers[text] for text in texts])
+    return torch.from_numpy(numbers)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dpspan.app.config.features import PatchesSection
+from dpspan.app.config.models import PatchesSection
 from dpspan.app.data import Loaded
 from dpspan.public.data import PublicData
 from dpspan.public.encoding import encode
