@@ -638,5 +638,5 @@ class TestDisks:
         refused = dpspan("report", folder / "run", "--out", folder / "file" / "r.html", code=1)
         assert refused.stderr.startswith("Error: Cannot write the report to ")
         assert "Choose a folder that can be written to" in refused.stderr
-        assert "which is none" in dpspan("report", folder / "file", code=1).stderr
+        assert "is not a folder" in dpspan("report", folder / "file", code=1).stderr
         assert "There is nothing at" in dpspan("report", folder / "nowhere", code=1).stderr

@@ -54,54 +54,58 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
 
 
 def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
-    groups = found.groups
-    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
-    shown = accuracy or loss
-    dearest = max(found.runs, key=lambda run: run.epsilon)
-    comparison = _comparison(found)
-    rows = [_row(name, runs, shown) for name, runs in groups.items()]
-    pictures = [
-        figures.accuracy_by_epsilon(groups, shown) if shown else None,
-        figures.every_run([(r["name"], r["values"]) for r in rows if r["values"]], shown)
-        if shown and len(found.runs) > 1 and any(r["values"] for r in rows)
-        else None,
-        figures.training_curve(groups, loss) if loss else None,
-    ]
+    runs, groups = found.runs, found.groups
+    most = max(runs, key=lambda run: run.epsilon)
+    epsilon, certificate = most.epsilon, most.certificate
+    delta = certificate["delta"]
+    warnings = {warning for run in runs for warning in run.certificate["warnings"]}
     return {
+        **_results(found, include_unprivate),
         "created": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
         "include_unprivate": include_unprivate,
-        "not_private": sorted({r for run in found.runs for r in _reasons(run.certificate)}),
-        "certificate": dearest.certificate,
-        "epsilon": dearest.epsilon,
-        "delta": dearest.certificate["delta"],
-        "delta_in_words": wording.delta_in_words(dearest.certificate["delta"]),
-        "runs": len(found.runs),
-        "metric": None if shown is None else _heading(shown),
-        "sampling": wording.sampling(dearest.certificate),
-        "records_told": any(r.certificate.get("discloses_number_of_records") for r in found.runs),
-        "rows": rows,
-        "several": len(found.runs) > 1,
-        "verdicts": [] if comparison is None else verdicts(comparison),
-        "pictures": [picture for picture in pictures if picture is not None],
+        "not_private": sorted({r for run in runs for r in _reasons(run.certificate)}),
+        "certificate": certificate,
+        "epsilon": epsilon,
+        "delta": delta,
+        "delta_in_words": wording.delta_in_words(delta),
+        "runs": len(runs),
+        "several": len(runs) > 1,
+        "sampling": wording.sampling(certificate),
+        "records_told": any(r.certificate.get("discloses_number_of_records") for r in runs),
         "candidates": found.candidates,
-        "nearness": None if not found.candidates else figures.nearness(found.candidates),
+        "nearness": figures.nearness(found.candidates) if found.candidates else None,
         "choice": found.choice,
         "inner": [p for p in (figures.spectrum(groups), figures.noise_parts(groups)) if p],
-        "spent": wording.spent_on(dearest.certificate),
+        "spent": wording.spent_on(certificate),
         "together": found.together,
-        "guess": wording.best_guess(dearest.epsilon, dearest.certificate["delta"]),
-        "detection": wording.detection(dearest.epsilon, dearest.certificate["delta"], 0.01),
-        "public": _public(found.runs),
-        "warnings": sorted(
-            {w for run in found.runs for w in run.certificate["warnings"]}.union(
-                weaknesses(dearest.epsilon, dearest.certificate["delta"])
-            )
-        ),
-        "settings": [
-            (name, runs[0].settings or _training(runs[0])) for name, runs in groups.items()
-        ],
-        "versions": dearest.certificate["versions"],
-        "unprivate": _unprivate(found.runs) if include_unprivate else [],
+        "guess": wording.best_guess(epsilon, delta),
+        "detection": wording.detection(epsilon, delta, 0.01),
+        "public": _public(runs),
+        "warnings": sorted(warnings.union(weaknesses(epsilon, delta))),
+        "settings": [(name, of[0].settings or _training(of[0])) for name, of in groups.items()],
+        "versions": certificate["versions"],
+        "unprivate": _unprivate(runs) if include_unprivate else [],
+    }
+
+
+def _results(found: Found, include_unprivate: bool) -> dict[str, Any]:
+    """What came out: sentences, a table, pictures."""
+    groups, comparison = found.groups, _comparison(found)
+    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
+    metric = accuracy or loss
+    rows = [_row(name, runs, metric) for name, runs in groups.items()]
+    dots = [(row["name"], row["values"]) for row in rows if row["values"]]
+    pictures = [
+        figures.accuracy_by_epsilon(groups, metric) if metric else None,
+        figures.every_run(dots, metric) if metric and dots and len(found.runs) > 1 else None,
+        figures.training_curve(groups, loss) if loss else None,
+    ]
+    percent = ", %" if metric and metric.endswith("accuracy") else ""
+    return {
+        "metric": figures.label(metric) + percent if metric else None,
+        "rows": rows,
+        "verdicts": [] if comparison is None else verdicts(comparison),
+        "pictures": [picture for picture in pictures if picture is not None],
     }
 
 
@@ -123,13 +127,7 @@ def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
         "values": values,
         "value": f"{mean}{deviation}" if values else "not shown",
         "epsilon": max(run.epsilon for run in runs),
-        "delta": runs[0].certificate["delta"],
-        "method": runs[0].certificate["training"].get("method"),
     }
-
-
-def _heading(metric: str) -> str:
-    return figures.label(metric) + (", %" if metric.endswith("accuracy") else "")
 
 
 def _comparison(found: Found) -> Comparison | None:
