@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpspan.app.config.training import AffineSection
+from dpspan.app.config.training import RandomAffineSection
 from dpspan.app.section import Count, Positive, Section
 from dpspan.public.data import PublicData
 from experiments.data import inputs_like, labels, read
@@ -24,7 +24,7 @@ class Pretraining(Section):
     epochs: Count = 3
     batch_size: Count = 250
     learning_rate: Positive = 1e-3
-    augment: AffineSection | None = None
+    augment: RandomAffineSection | None = None
 
     @property
     def name(self) -> str:

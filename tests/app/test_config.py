@@ -6,16 +6,21 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 import dpspan
 from dpspan.app.config import Config, ConfigError, load_config, parse_config
-from dpspan.app.config.methods import _RULES
+from dpspan.app.config.methods import _RULES, AnyMethod
 from dpspan.app.config.models import PatchesSection
-from dpspan.app.config.training import ConstantSection, CosineSection, StepsSection
+from dpspan.app.config.training import (
+    AnyTrainable,
+    ConstantSection,
+    CosineSection,
+    StepsSection,
+)
 from dpspan.app.section import BuiltSection
 
 GOOD = """\
@@ -229,28 +234,31 @@ def test_schedules() -> None:
 
 
 def built_sections(base: type[BuiltSection] = BuiltSection) -> Iterator[type[BuiltSection]]:
-    """Every section that names what it builds."""
     for section in base.__subclasses__():
-        if "builds" in vars(section) and section.__module__.startswith("dpspan."):
+        if hasattr(dpspan, section.__name__.removesuffix("Section")):
             yield section
         yield from built_sections(section)
 
 
-@pytest.mark.parametrize("section", list(built_sections()), ids=lambda section: section.builds)
+@pytest.mark.parametrize("section", list(built_sections()), ids=lambda section: section.__name__)
 def test_sections_have_the_keys_and_defaults_of_what_they_build(
     section: type[BuiltSection],
 ) -> None:
     own = {"name", "public", "random_subspace", "private_share", "clip"}  # of the file alone
-    original = {field.name: field for field in fields(getattr(dpspan, section.builds))}
+    built = getattr(dpspan, section.__name__.removesuffix("Section"))
+    original = {field.name: field for field in fields(built)}
     for key, field in section.model_fields.items():
-        if key in own:
-            continue
-        default = original[key].default
         if key in ("clipping", "solver"):
-            rules: Any = original[key].default_factory
-            assert rules.__name__ == _RULES[field.default]
-        elif not field.is_required():
-            assert field.default == default, f"{section.__name__}.{key}"
+            rule: Any = original[key].default_factory
+            assert rule.__name__ == _RULES[field.default]
+        elif key not in own and not field.is_required():
+            assert field.default == original[key].default, key
+
+
+def test_every_alternative_is_built_by_its_name() -> None:
+    names = {section.__name__ for section in built_sections()}
+    unions = (get_args(get_args(union)[0]) for union in (AnyMethod, AnyTrainable))
+    assert {section.__name__ for union in unions for section in union} <= names
 
 
 def test_features_have_the_defaults_of_the_layer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -36,13 +36,11 @@ class Section(BaseModel):
 
 
 class BuiltSection(Section):
-    """Keys that are arguments of something public in dpspan, whose name is `builds`.
+    """Keys that are arguments of something public in dpspan: `XSection` builds `dpspan.X`.
 
     It is imported when it is built: a mistake in a configuration does not wait for torch. So keys
     and defaults are stated here once more; a test compares them with the original.
     """
-
-    builds: ClassVar[str]
 
     def arguments(self) -> dict[str, Any]:
         """The keys with their values, without the name that chose the section."""
@@ -50,7 +48,8 @@ class BuiltSection(Section):
 
     def built(self, **more: Any) -> Any:
         """What the section describes, with more arguments, or others."""
-        return getattr(dpspan, self.builds)(**{**self.arguments(), **more})
+        original = getattr(dpspan, type(self).__name__.removesuffix("Section"))
+        return original(**{**self.arguments(), **more})
 
 
 # YAML has lists and texts only; strict sections would refuse them.

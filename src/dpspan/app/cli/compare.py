@@ -165,8 +165,8 @@ def _choice(
 
 
 def _plain(like: Contender, config: Config) -> Contender:
-    from dpspan.app.config.methods import DpsgdSection
+    from dpspan.app.config.methods import DPSGDSection
 
-    section = DpsgdSection(clip=config.method.clip, clipping=config.method.clipping)
+    section = DPSGDSection(clip=config.method.clip, clipping=config.method.clipping)
     method = section.build(None, steps=1)
     return dataclasses.replace(like, name="DP-SGD", method=method, warm_start=None, paid=None)

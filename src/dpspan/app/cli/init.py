@@ -49,20 +49,16 @@ def init(
     private = _source(data, label, "train")
     if test is None and _has_test(private):
         test = data
-    own_test = {} if test is None else _source(test, label, "test")
-    text = _TEMPLATE.format(
-        classes=_flow(int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes)),
-        private=_flow(private),
-        public=f"\n    extra: {_flow(_source(public, label, 'public'))}" if public else " {}",
-        test=f"  test: {_flow(own_test)}" if own_test else f"  # test: {_flow(private)}",
-        model=_flow({"name": "factory", "factory": model} if ":" in model else {"name": model}),
-        warm_start=_WARM_START if public else "",
-        epsilon=epsilon,
-        delta=delta,
-        epochs=epochs,
-        batch_size=batch_size,
-        folder=_flow(str(folder)),
-    )
+    facts = {
+        "classes": int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes.strip()),
+        "private": private,
+        "public": _source(public, label, "public") if public else None,
+        "test": _source(test, label, "test") if test else None,
+        "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
+        "folder": str(folder),
+    }
+    numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
+    text = _written({key: value and _flow(value) for key, value in facts.items()} | numbers)
     from dpspan.app.config import parse_config
 
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
@@ -74,6 +70,14 @@ def init(
         print_json({"config": str(out)})
     elif not quiet:
         say(f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}")
+
+
+def _written(facts: _Keys) -> str:
+    from jinja2 import StrictUndefined, Template
+
+    text = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
+    kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
+    return Template(text, undefined=StrictUndefined, **kept).render(facts)
 
 
 def _flow(value: Any) -> str:
@@ -177,67 +181,3 @@ _FORMATS: Mapping[str, tuple[Callable[[Path], bool], Callable[..., _Keys]]] = {
     "datasets": (_is_dataset, _datasets),
     "images": (Path.is_dir, lambda path, label, part: {}),
 }
-
-_WARM_START = """
-# Labelled public data: train on them first, at no cost in privacy. Without labels, delete this.
-warm_start:
-  public: extra
-"""
-
-_TEMPLATE = """\
-# A run of dpspan. Paths are relative to the folder in which you start it.
-# Everything in this file is public: it is copied into the run's folder, and the report quotes it.
-
-data:
-  # CHECK: the number of classes, or their names in order. It is given, not counted: which labels
-  # occur among private records is private.
-  classes: {classes}
-  # Formats: npz, idx, images, csv, parquet, datasets. Inputs become (x / scale - mean) / std, of
-  # constants that do not come from the private data, and are the same for private, public and
-  # test data. Pixels have scale 255 unless you say so.
-  # A csv column of texts needs its possible values: categories: {{city: [Bern, Basel]}}
-  private: {private}
-  # Data that anybody may see, by name; for warm_start, and for the methods that use public data.
-  public:{public}
-  # What the model is measured on after each epoch, records of others; without it nothing is.
-{test}
-  # CHECK: may anybody see results on the test data? If not, they are not written down.
-  test_is_public: false
-  # About how many private records there are, if you may tell. Otherwise the sampling rate on the
-  # certificate tells their exact number.
-  # records: 10000
-
-# Public images without labels make a frozen first layer; a logistic model comes after it.
-# features: {{name: patches, public: NAME}}  # mirror: false for letters and digits
-
-# logistic, mlp (hidden: [128]), cnn, resnet20, wide-resnet, probe; or your own:
-#   {{name: factory, factory: package.module:function, arguments: {{}}}}
-#   {{name: checkpoint, weights: file.safetensors, factory: package.module:Class, arguments: {{}}}}
-# `fix: true` replaces layers that mix samples, such as BatchNorm.
-model: {model}
-
-# dpsgd and rgp (rank: 2) need no public data. With it: gep, biased-gep, pdpsgd (public: NAME,
-# rank: 50), and mirror (public: NAME, labelled).
-method: {{name: dpsgd, clip: 1.0}}
-{warm_start}
-budget:
-  # The noise is calibrated so that the whole run spends this much, and training stops there.
-  epsilon: {epsilon:g}
-  # CHECK: well below 1 / number of private records.
-  delta: {delta:g}
-
-training:
-  epochs: {epochs}
-  batch_size: {batch_size}  # large batches suffer less from noise
-  # physical_batch_size: 64  # if a whole batch does not fit into memory
-  optimizer: {{name: sgd, learning_rate: 0.5, momentum: 0.0}}  # or adam
-  schedule: {{name: constant}}  # or cosine, or steps
-  device: auto
-  seed: 0  # of the first weights; noise never has a seed
-
-output:
-  folder: {folder}
-  # checkpoint_every: 100  # steps; the end of an epoch always has a checkpoint
-  # unprivate_metrics: true  # loss on private batches too; then do not publish the folder
-  # tensorboard: true
-"""

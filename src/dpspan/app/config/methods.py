@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -45,14 +45,13 @@ class MethodSection(BuiltSection):
         return method
 
 
-class DpsgdSection(MethodSection):
+class DPSGDSection(MethodSection):
     """DP-SGD."""
 
-    builds: ClassVar[str] = "DPSGD"
     name: Literal["dpsgd"] = "dpsgd"
 
 
-class SubspaceSection(MethodSection):
+class SubspaceMethodSection(MethodSection):
     """Methods in a subspace of public gradients, or (`random_subspace`) of random ones.
 
     `public` is a name under data.public; with a `choose` section it is left out.
@@ -81,25 +80,22 @@ class SubspaceSection(MethodSection):
         return found | ({"groups": dpspan.by_stage} if self.groups == "by_stage" else {})
 
 
-class PdpsgdSection(SubspaceSection):
+class PDPSGDSection(SubspaceMethodSection):
     """PDP-SGD; plain DP-SGD before `start_epoch`."""
 
-    builds: ClassVar[str] = "PDPSGD"
     name: Literal["pdpsgd"] = "pdpsgd"
     start_epoch: _Every = 0
 
 
-class BiasedGepSection(SubspaceSection):
+class BiasedGEPSection(SubspaceMethodSection):
     """GEP without the residual."""
 
-    builds: ClassVar[str] = "BiasedGEP"
     name: Literal["biased-gep"] = "biased-gep"
 
 
-class GepSection(SubspaceSection):
+class GEPSection(SubspaceMethodSection):
     """GEP."""
 
-    builds: ClassVar[str] = "GEP"
     name: Literal["gep"] = "gep"
     residual_clip: Positive | None = None
     embedding_share: Share = 0.5
@@ -107,10 +103,9 @@ class GepSection(SubspaceSection):
     clean_residual: bool = False
 
 
-class RgpSection(MethodSection):
+class RGPSection(MethodSection):
     """RGP."""
 
-    builds: ClassVar[str] = "RGP"
     name: Literal["rgp"] = "rgp"
     rank: Count = 1
     carriers: Literal["history", "random"] = "history"
@@ -118,10 +113,9 @@ class RgpSection(MethodSection):
     full_scale: Positive = 1.0
 
 
-class MirrorSection(MethodSection):
+class MirrorDescentSection(MethodSection):
     """Mirror descent; `private_share` is a constant α, without it α falls as a cosine to 0."""
 
-    builds: ClassVar[str] = "MirrorDescent"
     name: Literal["mirror"] = "mirror"
     public: str | None = None
     private_share: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -141,6 +135,11 @@ class MirrorSection(MethodSection):
 
 
 AnyMethod = Annotated[
-    DpsgdSection | PdpsgdSection | BiasedGepSection | GepSection | RgpSection | MirrorSection,
+    DPSGDSection
+    | PDPSGDSection
+    | BiasedGEPSection
+    | GEPSection
+    | RGPSection
+    | MirrorDescentSection,
     Field(discriminator="name"),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -139,7 +139,6 @@ class TrainableSection(BuiltSection):
 class LastLayersSection(TrainableSection):
     """The last `count` layers."""
 
-    builds: ClassVar[str] = "LastLayers"
     name: Literal["last-layers"] = "last-layers"
     count: Count = 1
 
@@ -147,30 +146,26 @@ class LastLayersSection(TrainableSection):
 class FirstAndLastSection(TrainableSection):
     """The first layer and the last."""
 
-    builds: ClassVar[str] = "FirstAndLast"
     name: Literal["first-and-last"] = "first-and-last"
 
 
 class NamedSection(TrainableSection):
     """Modules and parameters by their paths."""
 
-    builds: ClassVar[str] = "Named"
     name: Literal["named"] = "named"
     paths: Texts = Field(min_length=1)
 
 
-class BiasSection(TrainableSection):
+class BiasOnlySection(TrainableSection):
     """Every bias, and the modules in `also`."""
 
-    builds: ClassVar[str] = "BiasOnly"
     name: Literal["bias"] = "bias"
     also: Texts = ()
 
 
-class LoraSection(TrainableSection):
+class LoRASection(TrainableSection):
     """Low-rank adapters (the extra `lora`)."""
 
-    builds: ClassVar[str] = "LoRA"
     name: Literal["lora"] = "lora"
     rank: Count = 8
     alpha: Count | None = None
@@ -179,15 +174,14 @@ class LoraSection(TrainableSection):
 
 
 AnyTrainable = Annotated[
-    LastLayersSection | FirstAndLastSection | NamedSection | BiasSection | LoraSection,
+    LastLayersSection | FirstAndLastSection | NamedSection | BiasOnlySection | LoRASection,
     Field(discriminator="name"),
 ]
 
 
-class AffineSection(BuiltSection):
+class RandomAffineSection(BuiltSection):
     """Random rotation, shift, scale, shear and mirroring of images."""
 
-    builds: ClassVar[str] = "RandomAffine"
     name: Literal["affine"] = "affine"
     degrees: NotNegative = 12.0
     shift: NotNegative = 0.1
@@ -199,7 +193,6 @@ class AffineSection(BuiltSection):
 class WarmStartSection(BuiltSection):
     """Training on labelled public data first; with a `trainable` section, a second phase."""
 
-    builds: ClassVar[str] = "WarmStart"
     public: str
     max_epochs: Count = 200
     batch_size: Count = 50
@@ -207,7 +200,7 @@ class WarmStartSection(BuiltSection):
     weight_decay: NotNegative = 0.0
     validation: BelowOne = 0.2
     patience: Count = 20
-    augment: AffineSection | None = None
+    augment: RandomAffineSection | None = None
 
     def build(
         self, data: dpspan.PublicData, trainable: Trainable | None, *, seed: int

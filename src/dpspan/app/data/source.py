@@ -114,11 +114,10 @@ def load(source: Source, *, classes: Classes) -> Loaded:
     The number of classes is given, not counted: which labels occur is private. Errors show no value
     of the file. They say which sample is the first bad one, and are for the operator's eyes only.
     """
+    import torch
     from torch.utils.data import TensorDataset
 
-    if isinstance(classes, int):
-        check_count("classes", classes)
-    count = classes if isinstance(classes, int) else len(classes)
+    count = check_count("classes", classes) if isinstance(classes, int) else len(classes)
     if not source.path.exists():
         raise FileNotFoundError(
             f"There is nothing at {source.path}. Paths are relative to the folder that dpspan is "
@@ -130,88 +129,70 @@ def load(source: Source, *, classes: Classes) -> Loaded:
             f"Expected inputs of shape (samples, …) in {source.path}, all samples of one shape and "
             f"at least one sample, got shape {raw.inputs.shape} of {raw.inputs.dtype}."
         )
-    arranged = _tokens(source, raw) if raw.tokens else _arranged(source, raw)
-    prints = _fingerprints(arranged)  # now, as what follows writes to it
-    inputs = arranged if raw.tokens else _scaled(source, raw, arranged)
-    tensors = [inputs]
+    arrays = [_arranged(source, raw)]
+    prints = _fingerprints(torch.from_numpy(arrays[0]))  # now, as what follows writes to it
+    if not raw.tokens:
+        _scale(source, raw, arrays[0])
     if raw.labels is not None:
-        if raw.labels.shape != (len(inputs),):
+        if raw.labels.shape != (len(raw.inputs),):
             raise ValueError(
-                f"Expected one label for each of the {len(inputs)} samples in {source.path}, got "
-                f"labels of shape {raw.labels.shape}."
+                f"Expected one label for each of the {len(raw.inputs)} samples in {source.path}, "
+                f"got labels of shape {raw.labels.shape}."
             )
-        tensors.append(_class_numbers(source.path, raw.labels, classes))
+        arrays.append(_class_numbers(source.path, raw.labels, classes))
     return Loaded(
-        dataset=TensorDataset(*tensors),
+        dataset=TensorDataset(*map(torch.from_numpy, arrays)),
         classes=count,
-        shape=tuple(inputs.shape[1:]),
+        shape=arrays[0].shape[1:],
         labelled=raw.labels is not None,
         raw=prints,
     )
 
 
-def _tokens(source: Source, raw: Raw) -> Tensor:
-    import torch
-
-    if not np.issubdtype(raw.inputs.dtype, np.integer):
-        raise ValueError(
-            f"Expected whole numbers as tokens in {source.path}, got {raw.inputs.dtype}."
-        )
-    return torch.from_numpy(raw.inputs.astype(np.int64))
-
-
-def _arranged(source: Source, raw: Raw) -> Tensor:
-    """The values as they are, in a tensor of its own."""
-    import torch
-
+def _arranged(source: Source, raw: Raw) -> Array:
+    """The values as they are, in an array of its own."""
     kind = raw.inputs.dtype
+    if raw.tokens:
+        if not np.issubdtype(kind, np.integer):
+            raise ValueError(f"Expected whole numbers as tokens in {source.path}, got {kind}.")
+        return raw.inputs.astype(np.int64)
     if kind.kind not in "buif":
         raise ValueError(f"Expected numbers as inputs in {source.path}, got {kind}.")
-    pixels = kind == np.uint8
-    layout = raw.layout or ("add_channel" if pixels and raw.inputs.ndim == 3 else "as_is")
-    arranged = np.ascontiguousarray(_LAYOUTS[layout](raw.inputs), dtype=np.float32)
+    layout = raw.layout or ("add_channel" if kind == np.uint8 and raw.inputs.ndim == 3 else "as_is")
+    arranged = np.array(_LAYOUTS[layout](raw.inputs), dtype=np.float32, order="C")
     if arranged.ndim < 2:
         raise ValueError(f"Expected layout: as_is for the inputs of shape {raw.inputs.shape}.")
-    inputs = torch.from_numpy(arranged)
-    if inputs.data_ptr() == raw.inputs.ctypes.data:  # it may not be written to
-        inputs = inputs.clone()
-    bad = (~inputs.isfinite().flatten(1).all(1)).nonzero()
+    bad = np.flatnonzero(~np.isfinite(arranged).reshape(len(arranged), -1).all(1))
     if len(bad):
         raise ValueError(
             f"{len(bad)} samples in {source.path} hold NaN or infinity (the first is sample "
-            f"{int(bad[0])}). Fill the gaps with a constant that does not depend on the data, or "
-            "leave these samples out."
+            f"{bad[0]}). Fill the gaps with a constant that does not depend on the data, or leave "
+            "these samples out."
         )
-    return inputs
+    return arranged
 
 
-def _scaled(source: Source, raw: Raw, inputs: Tensor) -> Tensor:
+def _scale(source: Source, raw: Raw, inputs: Array) -> None:
     """In place."""
-    inputs /= source.scale or (_PIXEL if raw.inputs.dtype == np.uint8 else 1.0)
-    inputs -= _per_channel("mean", source, inputs)
-    std = _per_channel("std", source, inputs)
-    if not bool((std > 0).all()):
+    mean, std = (_per_channel(name, source, inputs) for name in ("mean", "std"))
+    if not (std > 0).all():
         raise ValueError(f"Expected std > 0 for {source.path}, got {source.std}.")
+    inputs /= source.scale or (_PIXEL if raw.inputs.dtype == np.uint8 else 1.0)
+    inputs -= mean
     inputs /= std
-    return inputs
 
 
-def _per_channel(name: str, source: Source, inputs: Tensor) -> Tensor:
-    import torch
-
-    value = getattr(source, name)
-    if isinstance(value, tuple) and len(value) != inputs.shape[1]:
+def _per_channel(name: str, source: Source, inputs: Array) -> Array:
+    numbers = np.asarray(getattr(source, name), dtype=np.float32)
+    if numbers.ndim and len(numbers) != inputs.shape[1]:
         raise ValueError(
             f"Expected {name} to be one number, or {inputs.shape[1]} for the channels or columns "
-            f"of {source.path}, got {len(value)}."
+            f"of {source.path}, got {len(numbers)}."
         )
-    numbers = torch.as_tensor(value, dtype=torch.float32)
-    return numbers.view(-1, *[1] * (inputs.dim() - 2)) if numbers.dim() else numbers
+    return numbers.reshape(-1, *[1] * (inputs.ndim - 2)) if numbers.ndim else numbers
 
 
-def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
-    import torch
-
+def _class_numbers(path: Path, labels: Array, classes: Classes) -> Array:
     count = classes if isinstance(classes, int) else len(classes)
     expected, cure = f"from 0 to {count - 1}", "Correct `classes`, or renumber the labels"
     whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
@@ -233,4 +214,4 @@ def _class_numbers(path: Path, labels: Array, classes: Classes) -> Tensor:
         raise ValueError(
             f"Expected labels {expected} in {path}, got another at sample {wrong[0]}. {cure}."
         )
-    return torch.from_numpy(numbers)
+    return numbers
