@@ -307,8 +307,8 @@ def test_no_noise_is_enough():
         (lambda: calibrate(-1, DELTA, 0.1, 10), "Expected target_epsilon > 0, got -1."),
         (lambda: calibrate(1, 2, 0.1, 10), "Expected 0 < target_delta < 1, got 2."),
         (lambda: calibrate(1, DELTA, 0, 10), "Expected 0 < sample_rate <= 1, got 0."),
-        (lambda: calibrate(1, DELTA, 0.1, 0), "steps to be a whole number of at least 1, got 0."),
-        (lambda: calibrate(1, DELTA, 0.1, 2.0), "steps to be a whole number of at least 1, got 2"),
+        (lambda: calibrate(1, DELTA, 0.1, 0), "steps to be an integer of at least 1, got 0."),
+        (lambda: calibrate(1, DELTA, 0.1, 2.0), "steps to be an integer of at least 1, got 2"),
         (lambda: calibrate(1, DELTA, 0.1, 10, accountant="gdp"), "one of 'pld', 'rdp', got 'gdp'"),
     ],
 )

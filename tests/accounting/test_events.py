@@ -69,7 +69,7 @@ class HomeMadeEvent(dp_event.DpEvent):
         (PoissonSampledDpEvent(1.2, GaussianDpEvent(1.0)), "sampling_probability to be at most 1"),
         (PoissonSampledDpEvent(0.2, 3.0), "PoissonSampledDpEvent.event to be an event"),
         (dp_event.SelfComposedDpEvent(GaussianDpEvent(1.0), -3), "count to be finite and not neg"),
-        (dp_event.SelfComposedDpEvent(GaussianDpEvent(1.0), 1.5), "count to be a whole number"),
+        (dp_event.SelfComposedDpEvent(GaussianDpEvent(1.0), 1.5), "count to be an integer"),
         (GaussianDpEvent(-1.0), "GaussianDpEvent.noise_multiplier to be finite and not negative"),
         (GaussianDpEvent(math.inf), "noise_multiplier to be finite"),
         (GaussianDpEvent(math.nan), "noise_multiplier to be a number"),

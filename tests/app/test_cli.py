@@ -292,7 +292,7 @@ def test_account_solves_for_the_third() -> None:
     [
         (("--epsilon", 1), "Expected two of --epsilon, --noise-multiplier and --epochs"),
         (("--epsilon", 1, "--epochs", 1, "--noise-multiplier", 1), "Expected two of"),
-        (("--epsilon", 1, "--epochs", 0), "Expected --epochs to be a whole number of at least 1"),
+        (("--epsilon", 1, "--epochs", 0), "Expected --epochs to be an integer of at least 1"),
         (("--epsilon", -1, "--epochs", 1), "Expected target_epsilon > 0"),
         (("--epsilon", 1, "--epochs", 1, "--accountant", "x"), "accountant to be one of"),
         (("--epsilon", 1, "--epochs", 1, "--records", 5), "--records and --batch-size, or"),

@@ -233,7 +233,7 @@ def test_resolution_grows_finer():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 2, 0.1), "Expected records to be a whole number of at least 1, got 0."),
+        ((0, 2, 0.1), "Expected records to be an integer of at least 1, got 0."),
         ((10, 1, 0.1), "Expected at least 2 candidates, got 1."),
         ((10, 2, 0), "Expected 0 < epsilon <= 10, got 0.0."),
         ((10, 2, -1), "Expected 0 < epsilon <= 10, got -1.0."),

@@ -492,7 +492,7 @@ def test_public_rows_that_are_private() -> None:
         ({"epsilon": 0.0}, "0 < epsilon"),
         ({"epsilon": math.nan}, "epsilon to be a number"),
         ({"row_norm": 0.0}, "row_norm > 0"),
-        ({"records": 0}, "records to be a whole number of at least 1"),
+        ({"records": 0}, "records to be an integer of at least 1"),
         ({"method": "sgd"}, "Expected method to be one of"),
         ({"accountant": "moments"}, "accountant to be one of"),
     ],

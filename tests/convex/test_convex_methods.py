@@ -325,7 +325,7 @@ def test_names_and_refusals() -> None:
     with pytest.raises(ValueError, match=r"Expected method to be one of 'gd', .* got 'sgd'\."):
         method_of("sgd")
     for kind in (GradientDescent, NoisyAdaGrad):
-        with pytest.raises(ValueError, match="steps to be a whole number of at least 1, got 0"):
+        with pytest.raises(ValueError, match="steps to be an integer of at least 1, got 0"):
             kind(steps=0)
         with pytest.raises(ValueError, match=r"Expected learning_rate > 0, got -1\."):
             kind(learning_rate=-1)

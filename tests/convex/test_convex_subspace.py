@@ -168,7 +168,7 @@ def test_refusals() -> None:
         GivenBasis(basis=np.ones((13, 0))).start(side)
     with pytest.raises(ValueError, match="finite basis"):
         GivenBasis(basis=np.full((13, 2), np.nan)).start(side)
-    with pytest.raises(ValueError, match="rank to be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="rank to be an integer of at least 1, got 0"):
         PublicFeatures(rank=0)
-    with pytest.raises(ValueError, match="refresh to be a whole number"):
+    with pytest.raises(ValueError, match="refresh to be an integer"):
         PublicGradients(refresh=0)

@@ -244,7 +244,7 @@ def test_chosen_must_be_sorted_indices(chosen: list[Any]) -> None:
 
 
 def test_piece_sizes_are_counts() -> None:
-    with pytest.raises(ValueError, match="size to be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="size to be an integer of at least 1, got 0"):
         list(PublicData.of(X).pieces(0))
 
 

@@ -283,7 +283,7 @@ def test_labels_by_name() -> None:
         with pytest.raises(ValueError, match=r"'random', 'redrawn', 'real', RandomLabels.*got"):
             labels_of(bad)
     for bad in (-1, 0.5, True):
-        with pytest.raises(ValueError, match="seed to be a whole number of at least 0"):
+        with pytest.raises(ValueError, match="seed to be an integer of at least 0"):
             RandomLabels(seed=bad)
 
 
@@ -475,9 +475,9 @@ def test_a_loss_is_needed() -> None:
         ({"labels": "real"}, r"real, but the public data 'public' have no labels: .*'random'"),
         ({"criterion": OwnLoss()}, "OwnLoss has no `reduction`.*public_loss="),
         ({"criterion": nn.KLDivLoss()}, "for KLDivLoss: pass public_labels='real'.*public_loss="),
-        ({"samples": 0}, "samples to be a whole number of at least 1, got 0"),
-        ({"piece": 0}, "piece to be a whole number of at least 1, got 0"),
-        ({"seed": -1}, "seed to be a whole number of at least 0, got -1"),
+        ({"samples": 0}, "samples to be an integer of at least 1, got 0"),
+        ({"piece": 0}, "piece to be an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed to be an integer of at least 0, got -1"),
     ],
 )
 def test_refused_at_once(changes: dict[str, Any], message: str) -> None:

@@ -16,16 +16,22 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
-    """The event of one training step, for every method; no noise is no privacy."""
-    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+def gaussian_event(noise_multiplier: float) -> DpEvent:
+    """A Gaussian mechanism; no noise is no privacy."""
     in_range = 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf
     expect(in_range, "noise_multiplier >= 0 and finite", noise_multiplier)
     if noise_multiplier == 0:
         return dp_event.NonPrivateDpEvent()
-    return dp_event.PoissonSampledDpEvent(
-        float(sample_rate), dp_event.GaussianDpEvent(float(noise_multiplier))
-    )
+    return dp_event.GaussianDpEvent(float(noise_multiplier))
+
+
+def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
+    """The event of one training step, for every method: a Gaussian on a Poisson sample."""
+    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    event = gaussian_event(noise_multiplier)
+    if noise_multiplier == 0:
+        return event
+    return dp_event.PoissonSampledDpEvent(float(sample_rate), event)
 
 
 def pure_event(epsilon: float) -> DpEvent:
@@ -63,7 +69,7 @@ def _field_to_json(name: str, kind: Any, value: Any) -> Any:
     # A negative count or probability would lower ε.
     expect(0 <= plain < math.inf, f"{name} to be finite and not negative", value)
     expect(plain <= 1 or not name.endswith("probability"), f"{name} to be at most 1", value)
-    expect(kind is not int or isinstance(plain, int), f"{name} to be a whole number", value)
+    expect(kind is not int or isinstance(plain, int), f"{name} to be an integer", value)
     return plain
 
 

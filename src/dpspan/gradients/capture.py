@@ -47,7 +47,7 @@ from dpspan.gradients.layout import (
     samples_of,
 )
 from dpspan.gradients.numerics import exact
-from dpspan.gradients.operator import PerSampleGradients, carried_names
+from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.trial import differences, made_up_losses, plain_gradients
 from dpspan.support.errors import CaptureError
 from dpspan.support.quiet import evaluating, on_the_side, without_dropout
@@ -159,8 +159,8 @@ class Capture:
             if not parameter.requires_grad:
                 continue
             if name in self._carriers:
-                parts = zip(carried_names(name), self._carriers[name], strict=True)
-                shapes |= {part: carrier.shape for part, carrier in parts}
+                left, right = self._carriers[name]
+                shapes |= {Left(name): left.shape, Right(name): right.shape}
             else:
                 shapes[name] = parameter.shape
         samples = 0 if self._discard else self.samples // self._views
@@ -519,9 +519,9 @@ class Capture:
             whole = term if rows == 1 else term.merged(rows)
             self._put(name, whole.compact())
             return
-        images = term.compress(*self._carriers[name])
-        for part, image in zip(carried_names(name), images, strict=True):
-            self._put(part, Rows(image) if rows == 1 else Rows(image).merged(rows))
+        left, right = (Rows(image) for image in term.compress(*self._carriers[name]))
+        self._put(Left(name), left if rows == 1 else left.merged(rows))
+        self._put(Right(name), right if rows == 1 else right.merged(rows))
 
     def _put(self, name: str, term: Term) -> None:
         terms = self._terms.setdefault(name, [])

@@ -22,6 +22,45 @@ _SMALL = 512  # numbers per sample up to which rows are worth packing together
 _ALIGNED = 64  # packed rows are as long as a multiple of this
 
 
+class SmallGradient(str):
+    """Names what carriers keep of a weight's gradient; never equal to a parameter's name.
+
+    As a string it is the weight's name, but it equals names of its own kind only: whatever a model
+    calls its parameters, none is taken for it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def weight(self) -> str:
+        """The weight's name."""
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and str.__eq__(self, str(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), str(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+class Left(SmallGradient):
+    """∂L = G Rᵀ, for the gradient G of a weight with carriers L and R."""
+
+    __slots__ = ()
+
+
+class Right(SmallGradient):
+    """∂R = Lᵀ G."""
+
+    __slots__ = ()
+
+
 class Pack(NamedTuple):
     """One or more parameters that are worked on together."""
 
@@ -174,26 +213,25 @@ class PerSampleGradients:
         """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
 
         `carriers[name]` is (L, R), L of shape (d_out, r) and R of shape (r, d_in) for a weight
-        seen as a d_out × d_in matrix. The result has the parameters 'name:left' and 'name:right'
-        in place of 'name'; what is not carried stays as it is.
+        seen as a d_out × d_in matrix. The result has `Left(name)` and `Right(name)` in place of
+        'name'; what is not carried stays as it is.
         """
+        unknown = carriers.keys() - self.shapes.keys()
+        if unknown:
+            raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
         shapes: dict[str, torch.Size] = {}
         terms: dict[str, list[Term]] = {}
         for name, shape in self.shapes.items():
+            term = self.terms.get(name)
             if name not in carriers:
-                shapes[name] = shape
-                terms[name] = [self.terms[name]] if name in self.terms else []
+                shapes[name], terms[name] = shape, [] if term is None else [term]
                 continue
             left, right = carriers[name]
             _check_carriers(name, shape, left, right)
-            names = carried_names(name)
-            shapes |= dict(zip(names, (left.shape, right.shape), strict=True))
-            if name in self.terms:
-                small = self.terms[name].compress(left.to(self.like), right.to(self.like))
-                terms |= {part: [Rows(image)] for part, image in zip(names, small, strict=True)}
-        unknown = set(carriers) - set(self.shapes)
-        if unknown:
-            raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
+            shapes |= {Left(name): left.shape, Right(name): right.shape}
+            if term is not None:
+                of_left, of_right = term.compress(left.to(self.like), right.to(self.like))
+                terms |= {Left(name): [Rows(of_left)], Right(name): [Rows(of_right)]}
         return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
 
     @exact()
@@ -280,11 +318,6 @@ class PerSampleGradients:
         if not self.packs:
             return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
         return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
-
-
-def carried_names(name: str) -> tuple[str, str]:
-    """What the images of a parameter's gradient in its carriers are called."""
-    return f"{name}:left", f"{name}:right"
 
 
 def usable_weights(weights: Tensor) -> Tensor:

@@ -38,10 +38,22 @@ def check_number(name: str, value: Any) -> float | int:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def check_count(name: str, value: Any) -> int:
-    """The value as a plain int of at least 1."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    expect(whole and value >= 1, f"{name} to be a whole number of at least 1", value)
+def check_positive(name: str, value: Any) -> float:
+    """The value as a finite number above 0."""
+    expect(0 < check_number(name, value) < math.inf, f"{name} > 0 and finite", value)
+    return float(value)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """The value as a plain int of at least `least`; a numpy integer is one, a bool is not."""
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    expect(integer and value >= least, f"{name} to be an integer of at least {least}", value)
+    return int(value)
+
+
+def check_seed(value: Any) -> int:
+    """The value as a seed that every generator takes."""
+    expect(check_count("seed", value, least=0) < 2**63, "seed to be below 2**63", value)
     return int(value)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 import dpspan
-from dpspan.app.section import BuiltSection, Count, Positive, Share
+from dpspan.app.section import BuiltSection, Count, Positive
 
 if TYPE_CHECKING:
     from dpspan.mechanisms import Method
@@ -98,9 +98,6 @@ class GEPSection(SubspaceMethodSection):
 
     name: Literal["gep"] = "gep"
     residual_clip: Positive | None = None
-    embedding_share: Share = 0.5
-    leftover: bool = False
-    clean_residual: bool = False
 
 
 class RGPSection(MethodSection):
