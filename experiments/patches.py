@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -26,6 +26,14 @@ class PatchesModel(PatchesSection):
 
 
 AnyExperimentModel = Annotated[AnyModel | PatchesModel, Field(discriminator="name")]
+
+
+def drawn(section: AnyModel, data: Any, seed: int) -> nn.Module:
+    """The same network for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: nn.Module = section.draw(data)
+        return model
 
 
 @torch.no_grad()

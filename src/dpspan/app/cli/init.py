@@ -47,13 +47,14 @@ def init(
     if out.exists() and not force:
         raise ValueError(f"{out} exists already: pass --force to replace it, or --out.")
     private = _source(data, label, "train")
-    if test is None and _has_test(private):
-        test = data
+    own_test = _source(test or data, label, "test")
+    if test is None and (own_test.get("inputs"), own_test.get("labels")) != ("x_test", "y_test"):
+        own_test = {}  # only an npz file may hold both
     facts = {
         "classes": int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes.strip()),
         "private": private,
         "public": _source(public, label, "public") if public else None,
-        "test": _source(test, label, "test") if test else None,
+        "test": own_test,
         "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
         "folder": str(folder),
     }
@@ -114,19 +115,10 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
     return {"inputs": inputs, "labels": labels}
 
 
-def _has_test(private: _Keys) -> bool:
-    """Whether an npz file holds test arrays beside the training ones."""
-    if private.get("inputs") != "x_train":
-        return False
-    from dpspan.app.data.formats import array_names
-
-    return {"x_test", "y_test"} <= set(array_names(Path(private["path"])))
-
-
 def _csv(path: Path, label: str | None, part: str) -> _Keys:
     from dpspan.app.data.formats import is_number, read_csv
 
-    names, _ = read_csv(path, header_only=True)
+    [(_, names)] = read_csv(path, most=1)
     measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
     if measured or len(set(names)) < len(names):  # columns may well be called 0, 1, 2
         raise ValueError(
@@ -137,9 +129,9 @@ def _csv(path: Path, label: str | None, part: str) -> _Keys:
 
 
 def _parquet(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import parquet_columns
+    from dpspan.app.data.formats import open_parquet
 
-    return _columns(path, parquet_columns(path), label)
+    return _columns(path, open_parquet(path).schema_arrow.names, label)
 
 
 def _columns(path: Path, names: list[str], label: str | None) -> _Keys:

@@ -16,7 +16,7 @@ from dpspan.app.config.methods import AnyMethod
 from dpspan.app.config.models import AnyModel, PatchesSection
 from dpspan.app.config.training import AnyTrainable, TrainingSection, WarmStartSection
 from dpspan.app.config.yaml_file import ConfigError as ConfigError
-from dpspan.app.config.yaml_file import parse, read
+from dpspan.app.config.yaml_file import parse, read_text
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
 from dpspan.app.section import Count, File, Positive, Section, Texts
 
@@ -44,10 +44,8 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _private_data_are_private_only(self) -> Self:
         others = {f"public.{name}": source for name, source in self.public.items()}
-        if self.test is not None:
-            others["test"] = self.test
-        for at, source in others.items():
-            if source.records == self.private.records:
+        for at, source in (others | {"test": self.test}).items():
+            if source is not None and source.records == self.private.records:
                 _refuse(
                     at,
                     f"These are the records of data.private itself ({source.path}): give data of "
@@ -157,7 +155,7 @@ def _refuse(at: str, message: str) -> None:
 
 def load_config(path: str | Path) -> Config:
     """Read a configuration file; ConfigError, with lines, if it cannot be used."""
-    return read(path, Config)
+    return parse(read_text(path), Config, name=str(path))
 
 
 def parse_config(text: str, *, name: str = "config") -> Config:

@@ -38,14 +38,6 @@ class ModelSection(Section):
         model = self.make(data)
         return dpspan.fix(model) if self.fix else model
 
-    def build(self, data: Loaded, *, seed: int) -> nn.Module:
-        """The same network for the same seed."""
-        import torch
-
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return self.draw(data)
-
 
 class NetworkSection(ModelSection):
     """Logistic regression, the papers' small CNN, ResNet-20 with GroupNorm, or GSD's probe."""
@@ -201,15 +193,14 @@ def load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(loaded)
 
 
-def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, int, int]:
+def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
     if len(data.shape) != 3 or channels not in (None, data.shape[0]):
         kind = "images" if channels is None else f"images of {channels} channels"
         raise ValueError(
             f"Expected {kind}, shape ({channels or 'channels'}, height, width), for the model "
             f"{name}, got samples of shape {data.shape}. Use mlp, or a factory of your own."
         )
-    first, height, width = data.shape
-    return first, height, width
+    return data.shape
 
 
 def _imported(reference: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
@@ -57,10 +58,8 @@ def _imported(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        raise ModuleNotFoundError(
-            f"{what} need the package {package}: pip install 'dpspan[{extra}]'."
-        ) from error
+        needed = f"the package {module.partition('.')[0]}: pip install 'dpspan[{extra}]'"
+        raise ModuleNotFoundError(f"{what} need {needed}.") from error
 
 
 class Npz(Source):
@@ -83,16 +82,11 @@ class Npz(Source):
     def read(self, classes: Classes) -> Raw:
         names = (self.inputs, self.labels)
         with reading(self.path, "npz file"), np.load(self.path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in names if name in file}
+            arrays: dict[str | None, Array] = {n: file[n] for n in names if n in file}
             present = file.files
         cure = " Name them as `inputs` and `labels` (labels: null if there are none)."
         check_names(self.path, "array", names, present, cure)
-        return Raw(
-            inputs=arrays[self.inputs],
-            labels=None if self.labels is None else arrays[self.labels],
-            tokens=self.tokens,
-            layout=self.layout,
-        )
+        return arrays[self.inputs], arrays.get(self.labels), self.layout
 
 
 def array_names(path: Path) -> list[str]:
@@ -108,10 +102,7 @@ class Idx(Source):
     labels: File | None = None
 
     def read(self, classes: Classes) -> Raw:
-        return Raw(
-            inputs=read_idx(self.path),
-            labels=None if self.labels is None else read_idx(self.labels),
-        )
+        return read_idx(self.path), read_idx(self.labels) if self.labels else None, None
 
 
 def read_idx(path: Path) -> Array:
@@ -162,7 +153,7 @@ class ImageFolder(Source):
                 "width]` to resize them."
             )
         labels = np.array([label for _, label in found]) if self.labelled else None
-        return Raw(inputs=np.stack(pixels), labels=labels, layout="channels_last")
+        return np.stack(pixels), labels, "channels_last"
 
     def _pixels(self, number: int, file: Path) -> Array:
         try:
@@ -182,10 +173,9 @@ class ImageFolder(Source):
         """The subfolders. Each class must have one, even if it is empty: or numbers shift."""
         folders = [path.name for path in self.path.iterdir() if path.is_dir()]
         found = sorted(name for name in folders if name[0] != ".")
-        given = not isinstance(classes, int)
-        expected = list(classes) if not isinstance(classes, int) else found
-        count = len(expected) if given else classes
-        if set(found) - set(expected) or (not given and len(found) != count):
+        expected = found if isinstance(classes, int) else list(classes)
+        count = classes if isinstance(classes, int) else len(classes)
+        if set(found) - set(expected) or len(expected) != count:
             raise ValueError(
                 f"Expected one folder for each of the {count} classes in {self.path}, got "
                 f"{len(found)}. List the names of the folders in `classes`, in order."
@@ -218,7 +208,7 @@ class Table(Source):
         columns = dict(zip(names, self.columns(names), strict=True))
         parts = [self._part(name, columns[name]) for name in self.inputs]
         labels = None if self.label is None else np.asarray(columns[self.label])
-        return Raw(inputs=np.concatenate(parts, axis=1), labels=labels)
+        return np.concatenate(parts, axis=1), labels, None
 
     @abstractmethod
     def columns(self, names: Sequence[str]) -> list[list[Any]]:
@@ -259,7 +249,7 @@ class Csv(Table):
 
     def columns(self, names: Sequence[str]) -> list[list[Any]]:
         """Texts."""
-        header, rows = read_csv(self.path, self.delimiter)
+        (_, header), *rows = read_csv(self.path, self.delimiter)
         check_names(self.path, "column", names, header)
         for line, row in rows:
             if len(row) != len(header):
@@ -271,13 +261,13 @@ class Csv(Table):
 
 
 def read_csv(
-    path: Path, delimiter: str = ",", *, header_only: bool = False
-) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The first line, and the others with their numbers, without empty ones."""
+    path: Path, delimiter: str = ",", most: int | None = None
+) -> list[tuple[int, list[str]]]:
+    """Lines with their numbers, at most so many; the header, even an empty one, comes first."""
     with reading(path, "CSV file"), path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
-        header = next(lines, [])
-        return header, [] if header_only else [(lines.line_num, row) for row in lines if row]
+        numbered = ((lines.line_num, row) for row in lines if row)
+        return list(itertools.islice(numbered, most)) or [(1, [])]
 
 
 class Parquet(Table):
@@ -287,21 +277,18 @@ class Parquet(Table):
 
     def columns(self, names: Sequence[str]) -> list[list[Any]]:
         """Texts and numbers; a gap is None."""
-        check_names(self.path, "column", names, parquet_columns(self.path))
+        file = open_parquet(self.path)
+        check_names(self.path, "column", names, file.schema_arrow.names)
         with reading(self.path, "Parquet file"):
-            table = _parquet().ParquetFile(self.path).read(columns=list(dict.fromkeys(names)))
+            table = file.read(columns=list(dict.fromkeys(names)))
             return [table.column(name).to_pylist() for name in names]
 
 
-def parquet_columns(path: Path) -> list[str]:
-    """What the columns of a Parquet file are called."""
-    parquet = _parquet()
+def open_parquet(path: Path) -> Any:
+    """pyarrow's file, of which only the schema has been read."""
+    parquet = _imported("pyarrow.parquet", "Parquet files", "tables")
     with reading(path, "Parquet file"):
-        return list(parquet.read_schema(path).names)
-
-
-def _parquet() -> Any:
-    return _imported("pyarrow.parquet", "Parquet files", "tables")
+        return parquet.ParquetFile(path)
 
 
 class HuggingFace(Source):
@@ -338,14 +325,12 @@ class HuggingFace(Source):
         with reading(self.path, "dataset"):
             rows = opened.with_format("numpy")[:]
             columns = [np.asarray(rows[name]) for name in names]
-        single = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+            labels = None if self.label is None else np.asarray(rows[self.label])
+        inputs = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
         is_image = isinstance(opened.features[names[0]], datasets.Image)
-        return Raw(
-            inputs=single[:, None] if single.ndim == 1 and single.dtype != object else single,
-            labels=None if self.label is None else np.asarray(rows[self.label]),
-            tokens=self.tokens,
-            layout="channels_last" if is_image and single.ndim == 4 else None,
-        )
+        if inputs.ndim == 1 and inputs.dtype != object:
+            inputs = inputs[:, None]
+        return inputs, labels, "channels_last" if is_image and inputs.ndim == 4 else None
 
 
 def is_number(value: Any) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Classes = int | tuple[str, ...]  # how many, or their names in order
 Layout = Literal["as_is", "add_channel", "channels_last"]
+Raw = tuple[Array, Array | None, Layout | None]  # inputs, labels (numbers or texts), and layout
 
 _PIXEL = 255.0
 _PIECE = 2048  # samples fingerprinted at a time
@@ -29,16 +30,6 @@ _LAYOUTS: Mapping[str, Callable[[Array], Array]] = {
     "add_channel": lambda x: x[:, None],
     "channels_last": lambda x: np.moveaxis(x, -1, 1),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Raw:
-    """Arrays as a file holds them; labels are numbers, texts, or None."""
-
-    inputs: Array
-    labels: Array | None
-    tokens: bool = False
-    layout: Layout | None = None  # None: images without channels get one, all else stays
 
 
 class Source(Section):
@@ -65,7 +56,10 @@ class Source(Section):
 
     @abstractmethod
     def read(self, classes: Classes) -> Raw:
-        """The arrays; OSError or ValueError, with the path, if that is impossible."""
+        """The arrays; OSError or ValueError, with the path, if that is impossible.
+
+        Without a layout, images without channels get one, and all else stays as it is.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,61 +117,62 @@ def load(source: Source, *, classes: Classes) -> Loaded:
             f"There is nothing at {source.path}. Paths are relative to the folder that dpspan is "
             f"started in, {Path.cwd()}."
         )
-    raw = source.read(classes)
-    if raw.inputs.dtype == object or raw.inputs.ndim < 2 or not len(raw.inputs):
+    inputs, labels, layout = source.read(classes)
+    if inputs.dtype == object or inputs.ndim < 2 or not len(inputs):
         raise ValueError(
             f"Expected inputs of shape (samples, …) in {source.path}, all samples of one shape and "
-            f"at least one sample, got shape {raw.inputs.shape} of {raw.inputs.dtype}."
+            f"at least one sample, got shape {inputs.shape} of {inputs.dtype}."
         )
-    arrays = [_arranged(source, raw)]
+    tokens, pixels = getattr(source, "tokens", False), inputs.dtype == np.uint8
+    arrays = [_tokens(source.path, inputs) if tokens else _arranged(source.path, inputs, layout)]
     prints = _fingerprints(torch.from_numpy(arrays[0]))  # now, as what follows writes to it
-    if not raw.tokens:
-        _scale(source, raw, arrays[0])
-    if raw.labels is not None:
-        if raw.labels.shape != (len(raw.inputs),):
+    if not tokens:
+        _scale(source, arrays[0], _PIXEL if pixels else 1.0)
+    if labels is not None:
+        if labels.shape != (len(inputs),):
             raise ValueError(
-                f"Expected one label for each of the {len(raw.inputs)} samples in {source.path}, "
-                f"got labels of shape {raw.labels.shape}."
+                f"Expected one label for each of the {len(inputs)} samples in {source.path}, got "
+                f"labels of shape {labels.shape}."
             )
-        arrays.append(_class_numbers(source.path, raw.labels, classes))
+        arrays.append(_class_numbers(source.path, labels, classes))
     return Loaded(
         dataset=TensorDataset(*map(torch.from_numpy, arrays)),
         classes=count,
         shape=arrays[0].shape[1:],
-        labelled=raw.labels is not None,
+        labelled=labels is not None,
         raw=prints,
     )
 
 
-def _arranged(source: Source, raw: Raw) -> Array:
+def _tokens(path: Path, inputs: Array) -> Array:
+    if not np.issubdtype(inputs.dtype, np.integer):
+        raise ValueError(f"Expected whole numbers as tokens in {path}, got {inputs.dtype}.")
+    return inputs.astype(np.int64)
+
+
+def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
     """The values as they are, in an array of its own."""
-    kind = raw.inputs.dtype
-    if raw.tokens:
-        if not np.issubdtype(kind, np.integer):
-            raise ValueError(f"Expected whole numbers as tokens in {source.path}, got {kind}.")
-        return raw.inputs.astype(np.int64)
-    if kind.kind not in "buif":
-        raise ValueError(f"Expected numbers as inputs in {source.path}, got {kind}.")
-    layout = raw.layout or ("add_channel" if kind == np.uint8 and raw.inputs.ndim == 3 else "as_is")
-    arranged = np.array(_LAYOUTS[layout](raw.inputs), dtype=np.float32, order="C")
-    if arranged.ndim < 2:
-        raise ValueError(f"Expected layout: as_is for the inputs of shape {raw.inputs.shape}.")
+    if inputs.dtype.kind not in "buif":
+        raise ValueError(f"Expected numbers as inputs in {path}, got {inputs.dtype}.")
+    images = inputs.dtype == np.uint8 and inputs.ndim == 3
+    move = _LAYOUTS[layout or ("add_channel" if images else "as_is")]
+    arranged = np.array(move(inputs), dtype=np.float32, order="C")
     bad = np.flatnonzero(~np.isfinite(arranged).reshape(len(arranged), -1).all(1))
     if len(bad):
         raise ValueError(
-            f"{len(bad)} samples in {source.path} hold NaN or infinity (the first is sample "
-            f"{bad[0]}). Fill the gaps with a constant that does not depend on the data, or leave "
-            "these samples out."
+            f"{len(bad)} samples in {path} hold NaN or infinity (the first is sample {bad[0]}). "
+            "Fill the gaps with a constant that does not depend on the data, or leave these "
+            "samples out."
         )
     return arranged
 
 
-def _scale(source: Source, raw: Raw, inputs: Array) -> None:
+def _scale(source: Source, inputs: Array, usual: float) -> None:
     """In place."""
     mean, std = (_per_channel(name, source, inputs) for name in ("mean", "std"))
     if not (std > 0).all():
         raise ValueError(f"Expected std > 0 for {source.path}, got {source.std}.")
-    inputs /= source.scale or (_PIXEL if raw.inputs.dtype == np.uint8 else 1.0)
+    inputs /= source.scale or usual
     inputs -= mean
     inputs /= std
 

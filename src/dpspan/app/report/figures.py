@@ -8,7 +8,6 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -21,39 +20,26 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 from dpspan.app.report.reading import UNPRIVATE, Run
 
 Groups = Mapping[str, Sequence[Run]]
+Curve = list[tuple[float, float]]
+Picture = dict[str, Any]  # the drawing, and the words that go with it as text of the page
 
 _INK = "#010203"  # replaced by the colour of the page's text
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a2e", "#7f7f7f")
 _DASHES = {"--": "5 3", ":": "2 2"}
 _LONGEST = 26  # letters of a name beside an axis
 _NARROWEST = 0.1  # of an axis with accuracies
+_INKED = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
 _STYLE: Any = {
+    **dict.fromkeys((*_INKED, "grid.color"), _INK),
     "svg.fonttype": "path",  # outlines: a page's own font would not fit the layout
     "svg.hashsalt": "dpspan",
     "font.family": "sans-serif",
     "font.size": 9.5,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": _INK,
     "grid.alpha": 0.15,
     "axes.grid": True,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A drawing with the words that go with it; the legend is text of the page."""
-
-    name: str
-    title: str
-    caption: str
-    svg: Markup
-    legend: list[dict[str, str]]
 
 
 def accuracy_by_epsilon(groups: Groups, key: str) -> Picture | None:
@@ -65,15 +51,17 @@ def accuracy_by_epsilon(groups: Groups, key: str) -> Picture | None:
         said.append("A dotted line spends no ε: public data only.")
     if any(runs[0].warm for runs in groups.values()):
         said.append("Dashed lines begin with a warm start on public labels.")
-    return _curves("accuracy", f"{label(key)} against ε spent", " ".join(said), groups, groups,
-                   ("epsilon", "ε spent so far"), key)  # fmt: skip
+    curves = {name: mean_curve(runs, "epsilon", key) for name, runs in groups.items()}
+    title = f"{label(key)} against ε spent"
+    return _curves(groups, curves, "ε spent so far", key, ("accuracy", title, " ".join(said)))
 
 
 def training_curve(groups: Groups, key: str) -> Picture | None:
     """A loss on test records that are public, epoch by epoch."""
     private = {name: runs for name, runs in groups.items() if runs[0].private_steps}
-    return _curves("training", f"{label(key)} in training", _measured(key), groups, private,
-                   ("epoch", "epoch"), key)  # fmt: skip
+    curves = {name: mean_curve(runs, "epoch", key) for name, runs in private.items()}
+    words = ("training", f"{label(key)} in training", _measured(key))
+    return _curves(groups, curves, "epoch", key, words)
 
 
 def _measured(key: str) -> str:
@@ -83,16 +71,9 @@ def _measured(key: str) -> str:
 
 
 def _curves(
-    name: str,
-    title: str,
-    caption: str,
-    groups: Groups,
-    shown: Groups,
-    along: tuple[str, str],
-    key: str,
+    groups: Groups, curves: Mapping[str, Curve], x: str, key: str, words: tuple[str, str, str]
 ) -> Picture | None:
-    """A line for each group that is shown; None if none has more than a point."""
-    curves = {group: mean_curve(runs, along[0], key) for group, runs in shown.items()}
+    """A line for each curve; None if none has more than a point."""
     if not any(len(curve) > 1 for curve in curves.values()):
         return None
 
@@ -102,16 +83,16 @@ def _curves(
                 axis.axhline(curve[-1][1], color=_INK, linestyle=":", label=group)
             elif curve:
                 axis.plot(*zip(*curve, strict=True), **_look(group, groups), label=group)
-        axis.set_xlabel(along[1])
+        axis.set_xlabel(x)
         axis.set_ylabel(label(key))
         _in_percent(axis.yaxis, key)
-        if along[0] == "epoch":
+        if x == "epoch":
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
-    return _picture(name, title, caption, drawn)
+    return _picture(*words, drawn)
 
 
-def mean_curve(runs: Sequence[Run], x: str, y: str) -> list[tuple[float, float]]:
+def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
     """The mean over runs at each point that all of them have."""
     curves = [[(float(line[x]), value) for line, value in run.curve(y)] for run in runs]
     return [
@@ -233,7 +214,8 @@ def _bars(
     axis: Any, bars: Mapping[float, float], name: str, colour: int, *, height: float, digits: int
 ) -> None:
     """Horizontal bars at their places, each with its value."""
-    drawn = axis.barh(list(bars), list(bars.values()), height, color=_colour(colour), label=name)
+    paint = _COLOURS[colour % len(_COLOURS)]
+    drawn = axis.barh(list(bars), list(bars.values()), height, color=paint, label=name)
     texts = [f"{value:.{digits}f}" for value in bars.values()]
     axis.bar_label(drawn, texts, padding=2, fontsize=8)
     axis.grid(axis="y", visible=False)
@@ -257,11 +239,8 @@ def _look(name: str, groups: Groups) -> dict[str, str]:
     """A method has one colour in all pictures; dashes are for those after a warm start."""
     methods = list(dict.fromkeys(r[0].method for r in groups.values() if r[0].private_steps))
     run = groups[name][0]
-    return {"color": _colour(methods.index(run.method)), "linestyle": "--" if run.warm else "-"}
-
-
-def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
+    colour = _COLOURS[methods.index(run.method) % len(_COLOURS)]
+    return {"color": colour, "linestyle": "--" if run.warm else "-"}
 
 
 def label(key: str) -> str:
@@ -292,7 +271,8 @@ def _picture(
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = _inline(buffer.getvalue(), name, title)
-    return Picture(name=name, title=title, caption=caption, svg=svg, legend=_legend(axis))
+    words = {"name": name, "title": title, "caption": caption, "legend": _legend(axis)}
+    return {**words, "svg": svg}
 
 
 def _inline(text: str, name: str, title: str) -> Markup:

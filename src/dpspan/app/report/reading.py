@@ -39,6 +39,11 @@ class Run:
         """Whether it released anything about private records."""
         return bool(self.certificate["events"])
 
+    @property
+    def not_private_because(self) -> list[str]:
+        """Why there is no guarantee; nothing where there is one."""
+        return [] if self.certificate["private"] else self.certificate["not_private_because"]
+
     def curve(self, key: str) -> list[tuple[dict[str, Any], float]]:
         """The lines that have this metric, with its value."""
         return [(line, line[key]) for line in self.metrics if line.get(key) is not None]
@@ -113,11 +118,10 @@ def without_unprivate(value: Any) -> Any:
 
 
 def _run(path: Path, certificate: dict[str, Any], include_unprivate: bool) -> Run:
-    name, about, text = path.resolve().name, {}, ""
-    if (path / "run.json").exists():  # of a comparison
-        about = _json(path / "run.json")["settings"]
-        name, text = about["name"], json.dumps(about, indent=2, ensure_ascii=False)
-    elif (path / "config.yaml").exists():
+    about = _json(path / "run.json")["settings"] if (path / "run.json").exists() else {}
+    name = about.get("name", path.resolve().name)
+    text = json.dumps(about or certificate["training"], indent=2, ensure_ascii=False)
+    if not about and (path / "config.yaml").exists():
         text = (path / "config.yaml").read_text(encoding="utf-8")
     audited = include_unprivate and (path / "audit.json").exists()
     return Run(

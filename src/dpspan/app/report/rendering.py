@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import statistics
 from collections.abc import Sequence
@@ -55,42 +54,35 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
 
 def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     runs, groups = found.runs, found.groups
-    most = max(runs, key=lambda run: run.epsilon)
-    epsilon, certificate = most.epsilon, most.certificate
-    delta = certificate["delta"]
+    most = max(runs, key=lambda run: run.epsilon)  # the most expensive one speaks for all
+    epsilon, delta = most.epsilon, most.certificate["delta"]
     warnings = {warning for run in runs for warning in run.certificate["warnings"]}
     return {
         **_results(found, include_unprivate),
         "created": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
         "include_unprivate": include_unprivate,
-        "not_private": sorted({r for run in runs for r in _reasons(run.certificate)}),
-        "certificate": certificate,
+        "not_private": sorted({r for run in runs for r in run.not_private_because}),
+        "found": found,
+        "certificate": most.certificate,
         "epsilon": epsilon,
         "delta": delta,
-        "delta_in_words": wording.delta_in_words(delta),
         "runs": len(runs),
         "several": len(runs) > 1,
-        "sampling": wording.sampling(certificate),
+        "in_words": wording,
         "records_told": any(r.certificate.get("discloses_number_of_records") for r in runs),
-        "candidates": found.candidates,
         "nearness": figures.nearness(found.candidates) if found.candidates else None,
-        "choice": found.choice,
         "inner": [p for p in (figures.spectrum(groups), figures.noise_parts(groups)) if p],
-        "spent": wording.spent_on(certificate),
-        "together": found.together,
         "guess": wording.best_guess(epsilon, delta),
-        "detection": wording.detection(epsilon, delta, 0.01),
         "public": _public(runs),
         "warnings": sorted(warnings.union(weaknesses(epsilon, delta))),
-        "settings": [(name, of[0].settings or _training(of[0])) for name, of in groups.items()],
-        "versions": certificate["versions"],
+        "settings": [(name, group[0].settings) for name, group in groups.items()],
         "unprivate": _unprivate(runs) if include_unprivate else [],
     }
 
 
 def _results(found: Found, include_unprivate: bool) -> dict[str, Any]:
     """What came out: sentences, a table, pictures."""
-    groups, comparison = found.groups, _comparison(found)
+    groups = found.groups
     accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
     metric = accuracy or loss
     rows = [_row(name, runs, metric) for name, runs in groups.items()]
@@ -104,7 +96,7 @@ def _results(found: Found, include_unprivate: bool) -> dict[str, Any]:
     return {
         "metric": figures.label(metric) + percent if metric else None,
         "rows": rows,
-        "verdicts": [] if comparison is None else verdicts(comparison),
+        "verdicts": _verdicts(found.comparison),
         "pictures": [picture for picture in pictures if picture is not None],
     }
 
@@ -130,18 +122,11 @@ def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
     }
 
 
-def _comparison(found: Found) -> Comparison | None:
-    """The comparison, unless its values were left out."""
-    if found.comparison is None or not found.comparison["rows"]:
-        return None
-    metric = found.comparison["metric"]
-    if any(metric not in result for row in found.comparison["rows"] for result in row["results"]):
-        return None
-    return Comparison.from_dict(found.comparison)
-
-
-def _reasons(certificate: dict[str, Any]) -> list[str]:
-    return [] if certificate["private"] else list(certificate["not_private_because"])
+def _verdicts(comparison: dict[str, Any] | None) -> list[str]:
+    """What a comparison says, unless its values were left out."""
+    rows, metric = (comparison["rows"], comparison["metric"]) if comparison else ([], "")
+    known = all(metric in result for row in rows for result in row["results"])
+    return verdicts(Comparison.from_dict(comparison)) if comparison and rows and known else []
 
 
 def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -154,10 +139,6 @@ def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
             if use and use not in entry["uses"]:
                 entry["uses"].append(use)
     return list(merged.values())
-
-
-def _training(run: Run) -> str:
-    return json.dumps(run.certificate["training"], indent=2, ensure_ascii=False)
 
 
 def _unprivate(runs: Sequence[Run]) -> list[dict[str, Any]]:
