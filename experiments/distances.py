@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpspan
-from dpspan.app.config.section import Count, Positive, Section
+from dpspan.app.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
 from experiments.images import collate
+from experiments.patches import drawn
 from experiments.runner import Place, Results, execute
 from experiments.schema import TrainingExperiment, digest_of, stated
 
@@ -79,7 +80,7 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
     settings = experiment.distances
     data = experiment.data.load(place.data, seed=run.seed, hold_out=False)
     torch.manual_seed(run.seed)
-    model: nn.Module = experiment.model.build(data, seed=run.seed)
+    model: nn.Module = drawn(experiment.model, data, run.seed)
     if run.model == "probe":
         model = ProbeNetwork(channels=data.shape[0], classes=data.classes, seed=run.seed)
     private = data.without(data.public.values())

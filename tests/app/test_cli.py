@@ -556,8 +556,12 @@ def test_the_probe_network_can_be_trained(folder: Path) -> None:
     path = written(folder, model={"name": "probe"}, training={**shared(folder)["training"]})
     config = load_config(path)
     parts = make_parts(config)
-    first, again = (config.model.build(parts.private, seed=3).state_dict() for _ in range(2))
-    other = config.model.build(parts.private, seed=4).state_dict()
+
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        return config.model.draw(parts.private).state_dict()
+
+    first, again, other = drawn(3), drawn(3), drawn(4)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["layers.0.weight"], other["layers.0.weight"])
 
@@ -638,5 +642,5 @@ class TestDisks:
         refused = dpspan("report", folder / "run", "--out", folder / "file" / "r.html", code=1)
         assert refused.stderr.startswith("Error: Cannot write the report to ")
         assert "Choose a folder that can be written to" in refused.stderr
-        assert "which is none" in dpspan("report", folder / "file", code=1).stderr
+        assert "is not a folder" in dpspan("report", folder / "file", code=1).stderr
         assert "There is nothing at" in dpspan("report", folder / "nowhere", code=1).stderr

@@ -96,7 +96,7 @@ class TestAnAnswerWaitsForNothing:
         [
             (None, "Cannot read the configuration"),
             ("data: [1, 2", "This is not YAML"),
-            ("dat: {}", "Unknown key (did you mean data?)"),
+            ("dat: {}", "Unknown key (did you mean 'data'?)"),
         ],
     )
     def test_configurations(

@@ -370,9 +370,9 @@ class TestAlarms:
     @pytest.mark.parametrize(
         ("prepare", "message"),
         [
-            (lambda f: None, "which is none"),
+            (lambda f: None, "is not a folder"),
             (lambda f: f.mkdir(), r"has no certificate\.json .* Is the run finished\?"),
-            (lambda f: _write(f, "{"), "it is no valid JSON"),
+            (lambda f: _write(f, "{"), "it is not valid JSON"),
             (lambda f: _write(f, "{}"), "Expected a certificate of dpspan"),
             (
                 lambda f: _write(f, '{"format": "dpspan.certificate", "version": 99}'),

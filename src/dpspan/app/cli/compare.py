@@ -62,7 +62,7 @@ def compare_command(
 
 
 def _task(settings: dict[str, Config], parts: Parts, to: Path) -> tuple[Task, list[Contender]]:
-    from dpspan.app.config.methods import DpsgdSection
+    from dpspan.app.config.methods import DPSGDSection
     from dpspan.app.run.from_config import contender_of, task_of
     from dpspan.mechanisms import DPSGD
     from dpspan.public.warm_start import WarmStart
@@ -77,7 +77,7 @@ def _task(settings: dict[str, Config], parts: Parts, to: Path) -> tuple[Task, li
     starts = [c.warm_start for c in contenders if c.warm_start is not None]
     starts += [WarmStart(data=data) for data in public.values() if data.labelled]
     if not any(isinstance(contender.method, DPSGD) for contender in contenders):
-        section = DpsgdSection(clip=first.method.clip, clipping=first.method.clipping)
+        section = DPSGDSection(clip=first.method.clip, clipping=first.method.clipping)
         method = section.build(None, steps=1)
         like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import statistics
 from collections.abc import Sequence
@@ -53,54 +52,51 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
 
 
 def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
-    groups = found.groups
-    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
-    shown = accuracy or loss
-    dearest = max(found.runs, key=lambda run: run.epsilon)
-    comparison = _comparison(found)
-    rows = [_row(name, runs, shown) for name, runs in groups.items()]
-    pictures = [
-        figures.accuracy_by_epsilon(groups, shown) if shown else None,
-        figures.every_run([(r["name"], r["values"]) for r in rows if r["values"]], shown)
-        if shown and len(found.runs) > 1 and any(r["values"] for r in rows)
-        else None,
-        figures.training_curve(groups, loss) if loss else None,
-    ]
+    runs, groups = found.runs, found.groups
+    most = max(runs, key=lambda run: run.epsilon)  # the most expensive one speaks for all
+    epsilon, delta = most.epsilon, most.certificate["delta"]
+    warnings = {warning for run in runs for warning in run.certificate["warnings"]}
     return {
+        **_results(found, include_unprivate),
         "created": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
         "include_unprivate": include_unprivate,
-        "not_private": sorted({r for run in found.runs for r in _reasons(run.certificate)}),
-        "certificate": dearest.certificate,
-        "epsilon": dearest.epsilon,
-        "delta": dearest.certificate["delta"],
-        "delta_in_words": wording.delta_in_words(dearest.certificate["delta"]),
-        "runs": len(found.runs),
-        "metric": None if shown is None else _heading(shown),
-        "sampling": wording.sampling(dearest.certificate),
-        "records_told": any(r.certificate.get("discloses_number_of_records") for r in found.runs),
-        "rows": rows,
-        "several": len(found.runs) > 1,
-        "verdicts": [] if comparison is None else verdicts(comparison),
-        "pictures": [picture for picture in pictures if picture is not None],
-        "candidates": found.candidates,
-        "nearness": None if not found.candidates else figures.nearness(found.candidates),
-        "choice": found.choice,
+        "not_private": sorted({r for run in runs for r in run.not_private_because}),
+        "found": found,
+        "certificate": most.certificate,
+        "epsilon": epsilon,
+        "delta": delta,
+        "runs": len(runs),
+        "several": len(runs) > 1,
+        "in_words": wording,
+        "records_told": any(r.certificate.get("discloses_number_of_records") for r in runs),
+        "nearness": figures.nearness(found.candidates) if found.candidates else None,
         "inner": [p for p in (figures.spectrum(groups), figures.noise_parts(groups)) if p],
-        "spent": wording.spent_on(dearest.certificate),
-        "together": found.together,
-        "guess": wording.best_guess(dearest.epsilon, dearest.certificate["delta"]),
-        "detection": wording.detection(dearest.epsilon, dearest.certificate["delta"], 0.01),
-        "public": _public(found.runs),
-        "warnings": sorted(
-            {w for run in found.runs for w in run.certificate["warnings"]}.union(
-                weaknesses(dearest.epsilon, dearest.certificate["delta"])
-            )
-        ),
-        "settings": [
-            (name, runs[0].settings or _training(runs[0])) for name, runs in groups.items()
-        ],
-        "versions": dearest.certificate["versions"],
-        "unprivate": _unprivate(found.runs) if include_unprivate else [],
+        "guess": wording.best_guess(epsilon, delta),
+        "public": _public(runs),
+        "warnings": sorted(warnings.union(weaknesses(epsilon, delta))),
+        "settings": [(name, group[0].settings) for name, group in groups.items()],
+        "unprivate": _unprivate(runs) if include_unprivate else [],
+    }
+
+
+def _results(found: Found, include_unprivate: bool) -> dict[str, Any]:
+    """What came out: sentences, a table, pictures."""
+    groups = found.groups
+    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
+    metric = accuracy or loss
+    rows = [_row(name, runs, metric) for name, runs in groups.items()]
+    dots = [(row["name"], row["values"]) for row in rows if row["values"]]
+    pictures = [
+        figures.accuracy_by_epsilon(groups, metric) if metric else None,
+        figures.every_run(dots, metric) if metric and dots and len(found.runs) > 1 else None,
+        figures.training_curve(groups, loss) if loss else None,
+    ]
+    percent = ", %" if metric and metric.endswith("accuracy") else ""
+    return {
+        "metric": figures.label(metric) + percent if metric else None,
+        "rows": rows,
+        "verdicts": _verdicts(found.comparison),
+        "pictures": [picture for picture in pictures if picture is not None],
     }
 
 
@@ -122,27 +118,14 @@ def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
         "values": values,
         "value": f"{mean}{deviation}" if values else "not shown",
         "epsilon": max(run.epsilon for run in runs),
-        "delta": runs[0].certificate["delta"],
-        "method": runs[0].certificate["training"].get("method"),
     }
 
 
-def _heading(metric: str) -> str:
-    return figures.label(metric) + (", %" if metric.endswith("accuracy") else "")
-
-
-def _comparison(found: Found) -> Comparison | None:
-    """The comparison, unless its values were left out."""
-    if found.comparison is None or not found.comparison["rows"]:
-        return None
-    metric = found.comparison["metric"]
-    if any(metric not in result for row in found.comparison["rows"] for result in row["results"]):
-        return None
-    return Comparison.from_dict(found.comparison)
-
-
-def _reasons(certificate: dict[str, Any]) -> list[str]:
-    return [] if certificate["private"] else list(certificate["not_private_because"])
+def _verdicts(comparison: dict[str, Any] | None) -> list[str]:
+    """What a comparison says, unless its values were left out."""
+    rows, metric = (comparison["rows"], comparison["metric"]) if comparison else ([], "")
+    known = all(metric in result for row in rows for result in row["results"])
+    return verdicts(Comparison.from_dict(comparison)) if comparison and rows and known else []
 
 
 def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -155,10 +138,6 @@ def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
             if use and use not in entry["uses"]:
                 entry["uses"].append(use)
     return list(merged.values())
-
-
-def _training(run: Run) -> str:
-    return json.dumps(run.certificate["training"], indent=2, ensure_ascii=False)
 
 
 def _unprivate(runs: Sequence[Run]) -> list[dict[str, Any]]:

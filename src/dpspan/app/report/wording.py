@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dpspan.accounting.epsilon import account
@@ -12,57 +11,41 @@ from dpspan.accounting.events import event_from_json
 from dpspan.accounting.promises import LARGE_DELTA
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spent:
-    """One line of what was spent on what."""
-
-    what: str
-    epsilon_alone: float
-
-
-def spent_on(certificate: Mapping[str, Any]) -> list[Spent]:
+def spent_on(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every kind of release with what it would cost alone; together they cost less than the sum."""
     delta, accountant = certificate["delta"], certificate["accountant"]["used"]
     lines = []
     for entry in certificate["events"]:
         priced = account([(event_from_json(entry["event"]), entry["count"])], delta, accountant)
-        lines.append(
-            Spent(what=in_words(entry["event"], entry["count"]), epsilon_alone=priced.epsilon)
-        )
+        what = in_words(entry["event"], entry["count"])
+        lines.append({"what": what, "epsilon_alone": priced.epsilon})
     return lines
 
 
 def in_words(event: Mapping[str, Any], count: int) -> str:
     """An event of the ledger as a phrase; the ones we do not know by their names."""
-    times = f"{count:,} " if count > 1 else "One "
-    if event["kind"] == "PoissonSampledDpEvent" and event["event"]["kind"] == "GaussianDpEvent":
-        share, z = event["sampling_probability"], event["event"]["noise_multiplier"]
-        return (
-            f"{times}training step{'s' if count > 1 else ''}, each on a random {share:.3g} of the "
-            f"records, with noise {z:.3g} times what one record may add"
-        )
-    if event["kind"] == "GaussianDpEvent":
-        return (
-            f"{times}release{'s' if count > 1 else ''} with noise {event['noise_multiplier']:.3g} "
-            "times what one record may add"
-        )
-    if event["kind"] == "DiscreteLaplaceDpEvent":
+    times, s = (f"{count:,}", "s") if count > 1 else ("One", "")
+    kind, inner = event["kind"], event.get("event", {})
+    noise = "with noise {:.3g} times what one record may add"
+    if kind == "PoissonSampledDpEvent" and inner["kind"] == "GaussianDpEvent":
+        share = f"each on a random {event['sampling_probability']:.3g} of the records"
+        noise = noise.format(inner["noise_multiplier"])
+        return f"{times} training step{s}, {share}, {noise}"
+    if kind == "GaussianDpEvent":
+        return f"{times} release{s} {noise.format(event['noise_multiplier'])}"
+    if kind == "DiscreteLaplaceDpEvent":
         epsilon = event["noise_parameter"] * event["sensitivity"]
-        return f"{times}private choice{'s' if count > 1 else ''} of public data, ε = {epsilon:g}"
-    return f"{count:,} × {event['kind']}"
+        return f"{times} private choice{s} of public data, ε = {epsilon:g}"
+    return f"{count:,} × {kind}"
 
 
 def sampling(certificate: Mapping[str, Any]) -> str:
     """How batches were drawn."""
-    rates = sorted(
-        {
-            entry["event"]["sampling_probability"]
-            for entry in certificate["events"]
-            if entry["event"]["kind"] == "PoissonSampledDpEvent"
-        }
-    )
-    if not rates:
-        return "none was drawn at random" if certificate["events"] else "none was drawn"
+    events = [entry["event"] for entry in certificate["events"]]
+    poisson = [event for event in events if event["kind"] == "PoissonSampledDpEvent"]
+    if not poisson:
+        return "none was drawn at random" if events else "none was drawn"
+    rates = sorted({event["sampling_probability"] for event in poisson})
     shown = " or ".join(f"{rate:.3g}" for rate in rates)
     return f"each record is in a batch with probability {shown}, by a coin of its own (Poisson)"
 

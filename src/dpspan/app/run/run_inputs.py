@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config
-from dpspan.app.config.features import PatchesSection
+from dpspan.app.config.models import PatchesSection
 from dpspan.app.data import Loaded, load
 from dpspan.app.data.source import Source
 from dpspan.model.trainable import Trainable, train_only
