@@ -19,7 +19,7 @@ from dpspan.accounting.epsilon import Budget
 from dpspan.app.advice import Advice, advise
 from dpspan.app.comparison import Task
 from dpspan.app.demo import data
-from dpspan.app.demo.settings import (
+from dpspan.app.demo.command import (
     BATCH,
     DELTA,
     EPOCHS,

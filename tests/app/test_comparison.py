@@ -232,8 +232,7 @@ class TestRuns:
                 facts = read(folder / "run.json")
                 assert (facts["format"], facts["version"]) == ("dpspan.run", 2)
                 assert (facts["seed"], facts["status"]) == (result.seed, "finished")
-                assert facts["warm"] == row.warm
-                assert facts["base"] == row.name.removeprefix("warm start + ")
+                assert (facts["settings"]["warm_start"] is not None) == row.warm
                 certificate = read(folder / "certificate.json")
                 lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
                 assert certificate["private"] is True

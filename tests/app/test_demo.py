@@ -14,7 +14,7 @@ from matplotlib import font_manager
 from rich.console import Console
 
 from dpspan.app import demo
-from dpspan.app.demo import command, data, settings
+from dpspan.app.demo import command, data
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import fingerprints, refuse_overlap
 
@@ -23,7 +23,7 @@ OLD_FONTS = not any(font.name in data.ITALIC for font in font_manager.fontManage
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = dataclasses.replace(settings.WARM, max_epochs=2)
+    short = dataclasses.replace(command.WARM, max_epochs=2)
     for module in (command, demo_rates):
         monkeypatch.setattr(module, "WARM", short)
 
@@ -70,13 +70,13 @@ def test_demo(tmp_path: Path) -> None:
 def test_the_search_for_settings() -> None:
     console = Console(record=True, width=120)
     advice = demo_rates.tune(console, records=300, jobs=1, folds=3, epochs=1)
-    assert {trial.name for trial in advice.trials} >= {"public only", *settings.RATES}
+    assert {trial.name for trial in advice.trials} >= {"public only", *command.RATES}
     assert "Rehearsed on public data" in console.export_text()
 
 
 def test_no_record_is_in_two_parts() -> None:
-    digits = data.handwritten(opt_in=settings.OPT_IN, test=settings.TEST)
-    assert len(digits.private) == 1797 - settings.OPT_IN - settings.TEST
+    digits = data.handwritten(opt_in=command.OPT_IN, test=command.TEST)
+    assert len(digits.private) == 1797 - command.OPT_IN - command.TEST
     refuse_overlap(PublicData.of(digits.opt_in), digits.private)
     tested = set(fingerprints(digits.test.tensors[0]))
     assert not tested & set(fingerprints(digits.private.tensors[0]))

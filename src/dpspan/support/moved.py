@@ -40,6 +40,8 @@ MOVED = {
     "dpspan.data.tables": "dpspan.app.data.formats",
     "dpspan.data": "dpspan.app.data",
     "dpspan.demo": "dpspan.app.demo",
+    "dpspan.demo.candidates": "dpspan.app.demo.command",
+    "dpspan.demo.settings": "dpspan.app.demo.command",
     "dpspan.encoded": "dpspan.public.encoded",
     "dpspan.encoding": "dpspan.public.encoding",
     "dpspan.errors": "dpspan.support.errors",

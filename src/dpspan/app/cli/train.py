@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -32,16 +30,12 @@ def train(
 
     from dpspan.app.run import train as run_training
 
-    columns = (
-        TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}"),
-        TimeRemainingColumn(),
-    )
+    epoch = TextColumn("epoch {task.fields[epoch]}")
+    spent = TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}")
+    columns = (epoch, BarColumn(), MofNCompleteColumn(), spent, TimeRemainingColumn())
     bar = Bar(*columns, console=err(), disable=as_json or quiet)
     task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
-    with _stopping() as stopper:
+    with _Stopper() as stopper:
 
         def watch(progress: Progress) -> None:
             stopper.armed = True
@@ -107,14 +101,11 @@ class _Stopper:
         self._asked = True
         say("Stopping after this step. Press Ctrl-C again to stop at once.")
 
+    def __enter__(self) -> Self:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
 
-@contextmanager
-def _stopping() -> Iterator[_Stopper]:
-    stopper = _Stopper()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stopper.handle) for number in numbers}
-    try:
-        yield stopper
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -18,7 +18,7 @@ from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses
-from dpspan.accounting.releases import beyond, releases_from_json
+from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json, total_count
 from dpspan.app.comparison.results import Comparison, Result, Row
 from dpspan.app.run import folder as run_folder
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
@@ -46,9 +46,8 @@ def compare(
     """Run what is missing in the folder `out`, and say what came out.
 
     Every run is a release of its own. Whoever looks at all of them, if only to keep the best, has
-    spent `epsilon_together`.
-
-    Public data only and a warm start before DP-SGD are added where there are public labels.
+    spent `epsilon_together`. Public data only and a warm start before DP-SGD are added where there
+    are public labels.
 
     Args:
         task: data, model, budget: the same for all.
@@ -93,8 +92,8 @@ def compare(
     _check_folders(everyone)
     with locked(out):
         runs = [
-            (task, contender, seed, RunFolder(folder_of(out, contender.name, seed)))
-            for contender in everyone
+            (task, each, seed, RunFolder(folder_of(out, each.name, seed)))
+            for each in everyone
             for seed in seeds
         ]
         missing = [job for job in runs if not _is_done(*job)]
@@ -119,9 +118,6 @@ def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> Non
         else:
             run.start()
             run.go()
-
-
-# -- folders ------------------------------------------------------------------------------------
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:
@@ -176,10 +172,10 @@ def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> 
     facts = folder.facts
     if facts is None:
         return False
-    released = folder.finished or bool(_record(folder)["events"])
-    if released:
-        folder.refuse_other_settings(_settings(task, contender, seed), facts["settings"])
-    elif facts["settings"] != _settings(task, contender, seed):
+    here = _settings(task, contender, seed)
+    if folder.finished or _record(folder)["events"]:
+        folder.refuse_other_settings(here, facts["settings"])
+    elif facts["settings"] != here:  # nothing was released, so nothing is lost
         with run_folder.locked(folder.path):
             for path in folder.path.glob("[!.]*"):
                 path.unlink()
@@ -233,9 +229,6 @@ def _collected(
     )
 
 
-# -- what everything costs together --------------------------------------------------------------
-
-
 def _together(accountant: str, out: Path) -> Ledger:
     """All that was released in the folder, wanted now or not."""
     together, paid_for = Ledger(accountant=accountant), set[str]()
@@ -258,11 +251,9 @@ def _together(accountant: str, out: Path) -> Ledger:
 
 def _record(run: RunFolder) -> Mapping[str, Any]:
     """What a run has released: its ledger, or the certificate, which was all that 0.1 left."""
-    if run.ledger.exists():
-        state: dict[str, Any] = read_json(run.ledger)
+    state: dict[str, Any] = read_json(run.ledger) if run.ledger.exists() else Ledger().state_dict()
+    if run.ledger.exists() or not run.certificate.exists():
         return state
-    if not run.certificate.exists():
-        return Ledger().state_dict()
     document = read_json(run.certificate)
     public = [{**record, "digest": record["sha256"]} for record in document["public"]]
     return {**document, "public": public, "invalid": document["not_private_because"]}
@@ -283,16 +274,9 @@ def _add(
         if own is not None:  # a run on public data pays for nothing, whatever it was given
             releases = own if _known_as(paid) in paid_for else releases
             paid_for.add(_known_as(paid))
-    for event, count in releases:
-        together.charge(event, count)
-    for public in spent["public"]:
-        together.declare_public(
-            public["name"], public["digest"], public["count"], detail=public["detail"]
-        )
-    for warning in spent["warnings"]:
-        together.warn(warning)
-    for reason in spent["invalid"]:
-        together.invalidate(reason)
+    notes = {key: spent[key] for key in ("warnings", "invalid", "public")}
+    counted = {"events": releases_to_json(releases), "steps": total_count(releases)}
+    together.load_state_dict({**Ledger().state_dict(), **notes, **counted})
 
 
 def _slug(name: str) -> str:
@@ -301,12 +285,9 @@ def _slug(name: str) -> str:
 
 def _check_folders(contenders: Sequence[Contender]) -> None:
     """Two names that differ in punctuation only would share a folder."""
-    slugs = [_slug(contender.name) for contender in contenders]
-    wrong = [
-        contender.name
-        for contender, slug in zip(contenders, slugs, strict=True)
-        if not slug or slugs.count(slug) > 1
-    ]
+    names = [contender.name for contender in contenders]
+    slugs = [_slug(name) for name in names]
+    wrong = [name for name in names if not _slug(name) or slugs.count(_slug(name)) > 1]
     if wrong:
         raise ValueError(
             f"Expected names that differ in letters or digits, as each is the name of a folder, "

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, and the order in which they may be written.
+"""The folder of a run; docs/run-folder.md describes every file.
 
 What is *released* is what has left the process: a checkpoint, a line of metrics, a model, be it a
 file half written by a process that was killed. Steps that only ever were in the memory of a
@@ -6,23 +6,15 @@ process that died were seen by nobody, and cost nothing.
 
 The rule that follows: `ledger.json` is on the disk first. It names at least the steps behind
 everything else in the folder, at every moment. A run that goes on starts from the checkpoint's
-weights and from the ledger's record. Where the record is longer, the process died on the way from
-the one to the other, somebody may have seen what it was writing, and those steps stay charged.
-Noise and batches are drawn afresh by every process (their generators are never saved), so a step
-that is taken again is another release, and is charged as one.
-
-Two copies of a folder that both go on are two runs: add their ε.
-
-A folder is of a run or of a comparison, never of both: each has a `certificate.json` of its own,
-and would replace the other's. docs/run-folder.md describes every file.
+weights and from the ledger's record; where the record is longer, those steps stay charged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +32,12 @@ FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is versi
 CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time: two would each leave out the other's releases.
-
-    The lock ends with the process, however that ends.
-    """
+    """One process at a time: two would each leave out the other's releases."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock")
+        lock = FileLock(path / ".lock")  # ends with the process, however that ends
         lock.acquire(timeout=0)
     except Timeout as error:
         raise RuntimeError(
@@ -77,20 +66,13 @@ class RunFolder:
     """Names and writes the files of one run."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.config = self.path / "config.yaml"
-        self.run = self.path / "run.json"
-        self.ledger = self.path / "ledger.json"
-        self.choice = self.path / "choice.json"
-        self.checkpoint = self.path / "checkpoint.safetensors"
-        self.metrics = self.path / "metrics.jsonl"
-        self.diagnostics = self.path / "diagnostics.jsonl"
-        self.certificate = self.path / "certificate.json"
-        self.model = self.path / "model.safetensors"
-        self.features = self.path / "features.safetensors"
-        self.audit = self.path / "audit.json"
-
-    # -- what is there --------------------------------------------------------------------------
+        self.path = path = Path(path)
+        self.config, self.run = path / "config.yaml", path / "run.json"
+        self.ledger, self.certificate = path / "ledger.json", path / "certificate.json"
+        self.choice, self.audit = path / "choice.json", path / "audit.json"
+        self.metrics, self.diagnostics = path / "metrics.jsonl", path / "diagnostics.jsonl"
+        self.checkpoint, self.model = path / "checkpoint.safetensors", path / "model.safetensors"
+        self.features = path / "features.safetensors"
 
     @property
     def is_run(self) -> bool:
@@ -145,9 +127,7 @@ class RunFolder:
             )
         return self.features
 
-    # -- one process, and its ledger --------------------------------------------------------------
-
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
         with locked(self.path):
@@ -227,19 +207,17 @@ class RunFolder:
             if document is not None and message not in document["warnings"]:
                 self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
 
-    # -- writing ----------------------------------------------------------------------------------
-
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""
         self.write_json(self.run, {"format": FORMAT, "version": VERSION, **facts})
 
     def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Whole or not at all, and on the disk when this returns."""
+        """Strict JSON, written as text is."""
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         self.write_text(path, text + "\n")
 
     def write_text(self, path: Path, text: str) -> None:
-        """Likewise."""
+        """Whole or not at all, and on the disk when this returns."""
         with replacing(path, what=f"the file {path.name}") as temporary:
             temporary.write_text(text, encoding="utf-8")
 
@@ -279,11 +257,7 @@ def read_json(path: Path) -> Any:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of JSON in a file, without a last one that was not finished."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    read = []
-    for line in lines:
-        try:
-            read.append(json.loads(line))
-        except ValueError:
-            break
+    read: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        read.extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     return read

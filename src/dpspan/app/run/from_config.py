@@ -112,13 +112,10 @@ def task_of(
     warm_start: WarmStart | None = None,
 ) -> Task:
     """What is learnt, from samples like these; the model is the configuration's by default."""
-    budget: Budget | FixedNoise
-    delta, z = config.budget.delta, config.budget.noise_multiplier
-    if z is not None:
-        budget = FixedNoise(noise_multiplier=z, delta=delta)
-    else:
-        assert config.budget.epsilon is not None
-        budget = Budget(epsilon=config.budget.epsilon, delta=delta)
+    z = config.budget.noise_multiplier
+    fixed = None if z is None else FixedNoise(noise_multiplier=z, delta=config.budget.delta)
+    budget = _budget(config) or fixed
+    assert budget is not None
     # Without a section that older folders do not know, if it is not used.
     shared = {"data", "model", "trainable"} | ({"features"} if config.features else set())
     return Task(
@@ -177,7 +174,7 @@ def contender_of(
 
 def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, Any]:
     """What the `choose` section has chosen, as in `choice.json`; chosen now if it is not there."""
-    settings, budget = config.choose, config.budget
+    settings = config.choose
     assert settings is not None
     asked = {
         "settings": settings.model_dump(mode="json"),
@@ -201,10 +198,14 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
             seed=config.training.seed,
         )
 
-    limit = None
-    if budget.epsilon is not None:
-        limit = Budget(epsilon=budget.epsilon, delta=budget.delta)
-    return choose_once(folder, asked, choose, accountant=budget.accountant, budget=limit)
+    return choose_once(
+        folder, asked, choose, accountant=config.budget.accountant, budget=_budget(config)
+    )
+
+
+def _budget(config: Config) -> Budget | None:
+    epsilon, delta = config.budget.epsilon, config.budget.delta
+    return None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
 
 
 def choose_once(

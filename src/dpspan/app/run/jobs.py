@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from dpspan.support.checks import check_count
 
@@ -29,20 +22,13 @@ def workers(
     jobs: int, console: Console | None, title: str, *, total: int, done: int = 0
 ) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]]], list[Any]]]:
     """A function that calls another with each tuple of arguments, `jobs` at a time, in order."""
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("runs"))
     where = console or Console(quiet=True)  # a disabled bar may still end its line
     with ExitStack() as stack:
         pool = None
         if check_count("jobs", jobs) > 1:
-            pool = stack.enter_context(
-                ProcessPoolExecutor(
-                    jobs,
-                    mp_context=multiprocessing.get_context("spawn"),
-                    initializer=torch.set_num_threads,
-                    initargs=(1,),
-                )
-            )
+            spawn, one_thread = multiprocessing.get_context("spawn"), torch.set_num_threads
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, spawn, one_thread, (1,)))
         progress = stack.enter_context(Progress(*columns, console=where, disable=where.quiet))
         bar = progress.add_task(title, total=total, completed=done)
 

@@ -258,8 +258,6 @@ class Run:
         self.folder.write_facts(
             settings=dict(self.settings),
             seed=self.seed,
-            warm=self.contender.warm_start is not None,
-            base=self.contender.base or self.contender.name,
             status=status,
             diverged=_DIVERGED if status == "diverged" else None,
         )

@@ -32,8 +32,6 @@ class Parts:
     public: Mapping[str, PublicData]
     test: Loaded | None
     model: nn.Module
-    trainable: Trainable | None
-    device: torch.device
     layer: PatchFeatures | None  # what all of these data have been through
 
 
@@ -49,7 +47,8 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     if config.data.test is not None:
         test = _load("data.test", config.data.test, config, labelled=True, like=private)
         _check_test(test, private, declared_public=config.data.test_is_public)
-    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, public_count(config, private))
+    count = config.data.records or len(private.dataset)  # stated, or told by the sampling rate
+    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
     layer = None
     if config.features is not None:
         seed = config.training.seed
@@ -61,15 +60,7 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
         torch.manual_seed(config.training.seed)
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    return Parts(
-        private=private,
-        public=public,
-        test=test,
-        model=model,
-        trainable=trainable_of(config),
-        device=device,
-        layer=layer,
-    )
+    return Parts(private=private, public=public, test=test, model=model, layer=layer)
 
 
 def new_model(config: Config, like: Loaded) -> nn.Module:
@@ -171,11 +162,6 @@ def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None
 
 def _counted(copies: list[int], loaded: Loaded) -> str:
     return f"{len(copies)} of the {len(loaded.dataset)} samples"
-
-
-def public_count(config: Config, private: Loaded) -> int:
-    """About how many records there are: as stated, or the number that the sampling rate tells."""
-    return config.data.records or len(private.dataset)
 
 
 def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:

@@ -100,10 +100,8 @@ class Task:
     about: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            check_count(name, getattr(self, name))
-        for name in ("records", "physical_batch_size"):
-            if getattr(self, name) is not None:
+        for name in ("batch_size", "epochs", "records", "physical_batch_size"):
+            if getattr(self, name) is not None or name in ("batch_size", "epochs"):
                 check_count(name, getattr(self, name))
         check_accountant(self.accountant)
         expect(callable(self.model), "model to be a function that makes a model", self.model)
@@ -123,10 +121,8 @@ class Task:
     @property
     def start(self) -> WarmStart | None:
         """The warm start that the public labels allow; None without such labels."""
-        if self.warm_start is not None:
+        if self.warm_start is not None or self.public is None:
             return self.warm_start
-        if self.public is None:
-            return None
         data = PublicData.of(self.public)
         return WarmStart(data=data) if data.labelled else None
 
@@ -157,7 +153,6 @@ class Contender:
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
             of public data); each run's ε includes it. Contenders that share one such release get
             the same record.
-        base: the name of the contender that this one is the warm-started form of; `warmed` sets it.
 
     Examples:
         >>> import dpspan
@@ -174,7 +169,6 @@ class Contender:
     schedule: Schedule | None = None
     warm_start: WarmStart | None = None
     paid: Mapping[str, Any] | None = None
-    base: str | None = None
 
     def __post_init__(self) -> None:
         expect(isinstance(self.name, str) and bool(self.name), "name to be a text", self.name)
@@ -200,8 +194,7 @@ class Contender:
 
     def warmed(self, start: WarmStart) -> Contender:
         """The same after a warm start."""
-        name = f"warm start + {self.name}"
-        return dataclasses.replace(self, name=name, warm_start=start, base=self.name)
+        return dataclasses.replace(self, name=f"warm start + {self.name}", warm_start=start)
 
     @property
     def spent(self) -> tuple[tuple[DpEvent, int], ...]:
