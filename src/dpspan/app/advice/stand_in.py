@@ -82,13 +82,9 @@ def rehearsal(
             f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
             "Give more labelled public data, or plan with a larger batch_size."
         )
+    tested_on = _dataset(_part(stand_in, test, name="stand-in test"))
     rehearsed = dataclasses.replace(
-        task,
-        private=private,
-        test=_dataset(_part(stand_in, test, name="stand-in test")),
-        batch_size=batch,
-        public=None,
-        warm_start=None,
+        task, private=private, test=tested_on, batch_size=batch, public=None, warm_start=None
     )
     return Rehearsal(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
 

@@ -132,8 +132,7 @@ def _parts(config: Config, to: Path) -> Parts:
         folder = RunFolder(to)
         begun = is_comparison(to) or folder.features.exists()
         parts = make_parts(config, features=folder.kept_features(wanted=begun))
-        if not begun:
-            assert parts.layer is not None
+        if parts.layer is not None and not begun:
             parts.layer.save(folder.features)
     return parts
 

@@ -18,7 +18,7 @@ from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses
-from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json, total_count
+from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json
 from dpspan.app.comparison.results import Comparison, Result, Row
 from dpspan.app.run import folder as run_folder
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
@@ -275,7 +275,8 @@ def _add(
             releases = own if _known_as(paid) in paid_for else releases
             paid_for.add(_known_as(paid))
     notes = {key: spent[key] for key in ("warnings", "invalid", "public")}
-    counted = {"events": releases_to_json(releases), "steps": total_count(releases)}
+    steps = sum(count for _, count in releases)
+    counted = {"events": releases_to_json(releases), "steps": steps}
     together.load_state_dict({**Ledger().state_dict(), **notes, **counted})
 
 

@@ -111,31 +111,28 @@ class Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
-        metric = content["metric"]
-        rows, known = [], {field.name: field.name for field in fields(Result)} | {metric: "value"}
+
+        def made(kind: type, values: dict[str, Any], **others: Any) -> Any:
+            known = {field.name for field in fields(kind)}
+            return kind(**{key: values[key] for key in known & set(values)} | others)
+
+        rows = []
         for row in content["rows"]:
-            results = tuple(
-                Result(**{known[k]: v for k, v in result.items() if k in known})
-                for result in row["results"]
-            )
-            own = {k: v for k, v in row.items() if not k.startswith(metric)}
-            rows.append(Row(**{**own, "results": results}))
-        own = {k: v for k, v in content.items() if k not in ("format", "rows")}
-        return cls(**own, rows=tuple(rows))
+            each = [made(Result, r, value=r[content["metric"]]) for r in row["results"]]
+            rows.append(made(Row, row, results=tuple(each)))
+        comparison: Comparison = made(cls, content, rows=tuple(rows))
+        return comparison
 
     def table(self) -> Table:
         """For rich to print."""
         runs = max(len(row.results) for row in self.rows)
-        notes = [
-            "mean ± standard deviation",
-            f"publishing every run, or the best of them, costs ε = {self.epsilon_together:.2f}",
-        ]
-        if self.unprivate:
-            notes.append(UNPRIVATE)
+        together = f"ε = {self.epsilon_together:.2f}"
+        whole = f"publishing every run, or the best of them, costs {together}"
+        notes = f"mean ± standard deviation; {whole}"
         price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
         shown = Table(
             title=f"{label(self.metric)}, {price}, {runs} runs each",
-            caption="; ".join(notes),
+            caption=f"{notes}; {UNPRIVATE}" if self.unprivate else notes,
         )
         shown.add_column("training")
         for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr"):

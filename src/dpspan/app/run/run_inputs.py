@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config
-from dpspan.app.config.models import PatchesSection
 from dpspan.app.data import Loaded, load
 from dpspan.app.data.source import Source
 from dpspan.model.trainable import Trainable, train_only
@@ -49,10 +48,8 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
         _check_test(test, private, declared_public=config.data.test_is_public)
     count = config.data.records or len(private.dataset)  # stated, or told by the sampling rate
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
-    layer = None
-    if config.features is not None:
-        seed = config.training.seed
-        layer = _layer(config.features, public, seed=seed, device=device, kept=features)
+    layer = _layer(config, public, device, features)
+    if layer is not None:
         private = encode_loaded(layer, private)
         public = {name: encode_public(layer, data) for name, data in public.items()}
         test = None if test is None else encode_loaded(layer, test)
@@ -82,17 +79,15 @@ def trainable_of(config: Config) -> Trainable | None:
 
 
 def _layer(
-    section: PatchesSection,
-    public: Mapping[str, PublicData],
-    *,
-    seed: int,
-    device: torch.device,
-    kept: Path | None,
-) -> PatchFeatures:
-    """The frozen layer that is kept in a file, or one that is learnt now.
+    config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
+) -> PatchFeatures | None:
+    """The frozen layer, if there is one: kept in a file, or learnt now.
 
     Learnt again on another machine it would be another one, if only in its last digits and signs.
     """
+    section, seed = config.features, config.training.seed
+    if section is None:
+        return None
     data = public[section.public]
     if kept is None:
         return section.learn(data, seed=seed, device=device)
@@ -133,13 +128,12 @@ def _load(
 def _load_public(name: str, config: Config, private: Loaded) -> PublicData:
     source = config.data.public[name]
     loaded = _load(f"data.public.{name}", source, config, labelled=False, like=private)
-    copies = loaded.copies_of(private)
-    if copies:
+    if copies := loaded.copies_of(private):
         raise ValueError(
-            f"{_counted(copies, loaded)} of data.public.{name} also occur in the private data "
-            f"(exact copies, e.g. sample {copies[0]}), however the two are scaled. If private "
-            "records got into the public data, give other public data. If these records really "
-            f"are public, remove them from the private data. {_SECRET}"
+            f"{len(copies)} of the {len(loaded.dataset)} samples of data.public.{name} also occur "
+            f"in the private data (exact copies, e.g. sample {copies[0]}), however the two are "
+            "scaled. If private records got into the public data, give other public data. If these "
+            f"records really are public, remove them from the private data. {_SECRET}"
         )
     return PublicData.of(loaded.tensors, name=name)
 
@@ -149,7 +143,8 @@ def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None
     copies = test.copies_of(private)
     if not copies:
         return
-    found = f"{_counted(copies, test)} of data.test also occur in the private data"
+    count = f"{len(copies)} of the {len(test.dataset)} samples"
+    found = f"{count} of data.test also occur in the private data"
     if declared_public:
         raise ValueError(
             f"{found} (exact copies, e.g. sample {copies[0]}), so results on them are not public. "
@@ -158,10 +153,6 @@ def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None
             f"private data. Or leave test_is_public out: results are then not shown. {_SECRET}"
         )
     _warn(f"{found}: they say nothing about new records, and an audit must not use them. {_SECRET}")
-
-
-def _counted(copies: list[int], loaded: Loaded) -> str:
-    return f"{len(copies)} of the {len(loaded.dataset)} samples"
 
 
 def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
