@@ -520,6 +520,17 @@ def test_a_folder_is_of_a_run_or_of_a_comparison(folder: Path) -> None:
     assert "is a run of a comparison, which leaves no config.yaml" in of_a_comparison
 
 
+@pytest.mark.slow
+def test_compare_and_advise_in_processes(folder: Path) -> None:
+    path = written(folder, **shared(folder))
+    result = as_json("compare", path, "--out", "out", "--seeds", 2, "--jobs", 2)
+    assert [len(row["results"]) for row in result["rows"]] == [2, 2, 2]
+    assert (folder / "out" / "c" / "seed-1" / "model.safetensors").exists()
+    training = {**settings(folder)["training"], "epochs": 1, "batch_size": 200}
+    path = written(folder, training=training, budget={"epsilon": 8.0, "delta": 1e-5})
+    assert as_json("advise", path, "--records", 400, "--folds", 3, "--jobs", 2)["trials"]
+
+
 def test_rows_that_would_share_a_folder(folder: Path) -> None:
     path = written(folder, "dp-sgd.yaml", **shared(folder), method={"name": "rgp", "rank": 2})
     refused = dpspan("compare", path, "--out", "out", code=1).stderr

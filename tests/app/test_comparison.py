@@ -37,6 +37,7 @@ from dpspan.app.comparison.compare import folder_of
 from dpspan.app.comparison.results import difference
 from dpspan.app.config.training import StepsSection
 from dpspan.app.run import RunFolder
+from dpspan.app.run.folder import locked as run_lock
 from dpspan.app.run.folder import read_lines
 from dpspan.app.run.training import Training
 from helpers.processes import CONTEXT
@@ -368,6 +369,18 @@ class TestRuns:
             pytest.raises(RuntimeError, match="Another process is training in"),
         ):
             compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
+
+    def test_a_worker_that_outlived_its_call_is_not_forgotten(self, tmp_path: Path) -> None:
+        """It would release more than the certificate of this call counts."""
+        task = task_of(public=None, accountant="rdp")
+        run = RunFolder(folder_of(tmp_path, "other", 0))
+        run.path.mkdir(parents=True)
+        run.write_facts(settings={"paid": None}, status=None)
+        refused = pytest.raises(RuntimeError, match=r"Another process is training in .*other")
+        with run_lock(run.path), refused:
+            compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert not (tmp_path / "certificate.json").exists()
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
 
     @pytest.mark.parametrize("name", ["config.yaml", "checkpoint.safetensors", "model.safetensors"])
     def test_the_folder_of_a_run_is_left_alone(self, tmp_path: Path, name: str) -> None:

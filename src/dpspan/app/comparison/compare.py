@@ -239,6 +239,9 @@ def _together(accountant: str, out: Path) -> Ledger:
         paid_for.add(_known_as(chosen))
     for path in sorted((*out.glob("*/seed-*"), *out.glob("*/.seed-*"))):
         run = RunFolder(path)
+        if run.run.exists() and not run.finished:
+            with run_folder.locked(path):  # or a worker that outlived its call will release more
+                pass
         facts = run.facts or {"settings": {"paid": None}}  # somebody else's folder has none
         _add(together, _record(run), facts["settings"]["paid"], paid_for)
         if path.name.startswith(".") or (run.run.exists() and not run.finished):

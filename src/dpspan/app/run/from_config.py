@@ -158,12 +158,11 @@ def contender_of(
     training = config.training
     rate = min(1.0, training.batch_size / records)
     draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
+    steps = training.epochs * draw.steps_per_epoch
     named = getattr(config.method, "public", None) if config.choose is None else chosen
     return Contender(
         name=name,
-        method=config.method.build(
-            None if named is None else public[named], steps=training.epochs * draw.steps_per_epoch
-        ),
+        method=config.method.build(None if named is None else public[named], steps=steps),
         learning_rate=training.optimizer.learning_rate,
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
@@ -190,10 +189,7 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
             in_batches(parts.private.dataset, config.training.batch_size),
             parts.public,
             ledger=ledger,
-            epsilon=settings.epsilon,
-            rank=settings.rank,
-            samples=settings.samples,
-            mechanism=settings.mechanism,
+            **settings.model_dump(),
             records=config.data.records,
             seed=config.training.seed,
         )
