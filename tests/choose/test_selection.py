@@ -18,7 +18,8 @@ from scipy.special import gammaln
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpspan.accounting.epsilon import Budget, _renyi, calibrate, pld_epsilon, pld_interval
+from dpspan.accounting.calibration import calibrate
+from dpspan.accounting.epsilon import Budget, pld_epsilon, pld_interval, renyi
 from dpspan.accounting.events import event_from_json, event_to_json, pure_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose import selection
@@ -1060,7 +1061,7 @@ def test_the_event_costs_what_randomised_response_costs(epsilon, count):
 def test_the_events_renyi_divergence_is_that_of_randomised_response(order, epsilon):
     p = 1 / (1 + math.exp(-epsilon))
     total = p**order * (1 - p) ** (1 - order) + (1 - p) ** order * p ** (1 - order)
-    _, (divergence,) = _renyi([(pure_event(epsilon), 3)], [order])
+    _, (divergence,) = renyi([(pure_event(epsilon), 3)], [order])
     assert divergence == pytest.approx(3 * math.log(total) / (order - 1))
 
 

@@ -5,7 +5,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "epsilon": ["Budget", "calibrate", "calibrate_event", "epsilon"],
+        "calibration": ["calibrate", "calibrate_event"],
+        "epsilon": ["Budget", "account"],
         "ledger": ["Ledger"],
         "certificate": ["certificate", "write_certificate"],
     },

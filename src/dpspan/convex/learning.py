@@ -11,8 +11,9 @@ import numpy as np
 from dp_accounting import GaussianDpEvent
 from rich.progress import track
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
-from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.arrays import Array, Features

@@ -68,6 +68,7 @@ MOVED = {
     "dpspan.residual": "dpspan.subspaces.residual",
     "dpspan.run": "dpspan.app.run",
     "dpspan.run.parts": "dpspan.app.run.run_inputs",
+    "dpspan.run.record": "dpspan.accounting.ledger",
     "dpspan.run.scalars": "dpspan.app.run.tensorboard",
     "dpspan.sample_losses": "dpspan.public.losses",
     "dpspan.sampling": "dpspan.engine.sampling",
@@ -117,7 +118,7 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def _new_path(name: str) -> str | None:
-    for old, new in MOVED.items():
+    for old, new in sorted(MOVED.items(), reverse=True):  # the longest path that fits
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
     return None
