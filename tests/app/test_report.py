@@ -25,8 +25,8 @@ from dpspan.accounting.events import event_from_json, pure_event, step_event
 from dpspan.app.comparison import Contender, Task, compare
 from dpspan.app.report import render
 from dpspan.app.report.reading import read, without_unprivate
+from dpspan.app.report.rendering import best_guess, detection, in_words
 from dpspan.app.report.total import Total
-from dpspan.app.report.wording import best_guess, detection, in_words
 from helpers.needs import extra, missing
 
 EVIL = "<script>alert('x')</script> & \"co\""

@@ -14,19 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, check_parts, keep_apart, public_uses, warmed_up
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_run, plan_sampling
+from dpspan.engine.plan import Plan, plan_noise, plan_run, plan_sampling
 from dpspan.engine.private_step import PrivateStep
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.mechanisms.noise import Noise
-from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -259,13 +257,9 @@ class PrivacyEngine:
         """
         budget = Budget(epsilon=target_epsilon, delta=target_delta)
         sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
-        events = check_count("epochs", epochs) * sampling.events_per_epoch
         told = sampling.records if sample_rate is None else None  # else their number is a secret
         warn_of_weaknesses(target_epsilon, target_delta, told)
-        ledger = self.ledger
-        z = calibrate_event(
-            sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
-        )
+        z, events = plan_noise(sampling, epochs, budget, self.ledger)
         if self.ledger.budget not in (None, budget):
             raise ValueError(
                 f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "

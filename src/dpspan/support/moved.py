@@ -71,6 +71,7 @@ MOVED = {
     "dpspan.public_gradients": "dpspan.public.gradients",
     "dpspan.quiet": "dpspan.support.quiet",
     "dpspan.randomness": "dpspan.support.randomness",
+    "dpspan.report.wording": "dpspan.app.report.rendering",
     "dpspan.report": "dpspan.app.report",
     "dpspan.residual": "dpspan.subspaces.residual",
     "dpspan.run": "dpspan.app.run",

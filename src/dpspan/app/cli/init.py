@@ -78,7 +78,7 @@ def _written(facts: _Keys) -> str:
 
     text = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
     kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
-    return Template(text, undefined=StrictUndefined, **kept).render(facts)
+    return str(Template(text, undefined=StrictUndefined, **kept).render(facts))
 
 
 def _flow(value: Any) -> str:

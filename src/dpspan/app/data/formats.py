@@ -34,9 +34,9 @@ def reading(path: Path, kind: str) -> Iterator[None]:
     """Whatever goes wrong, as a sentence about the file."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"There is nothing at {path}.") from error
     except Exception as error:  # of zip files, of numpy, of the many readers behind a format
+        if not path.exists():
+            raise FileNotFoundError(f"There is nothing at {path}.") from None
         reason = getattr(error, "strerror", None) or type(error).__name__
         if isinstance(error, UnicodeDecodeError):
             reason = "its text is not in UTF-8. Save it in that encoding"

@@ -126,7 +126,7 @@ def _run(path: Path, certificate: dict[str, Any], include_unprivate: bool) -> Ru
     audited = include_unprivate and (path / "audit.json").exists()
     return Run(
         name=name,
-        method=json.dumps(about["method"]) if about else name,
+        method=json.dumps(about.get("method", name)),
         warm=bool(certificate["events"] and about.get("warm_start")),
         seed=about.get("seed"),
         certificate=certificate,
