@@ -15,6 +15,7 @@ from rich.console import Console
 
 from dpspan.app import demo
 from dpspan.app.demo import command, data
+from dpspan.app.run import RunFolder
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import fingerprints, refuse_overlap
 
@@ -62,6 +63,21 @@ def test_demo(tmp_path: Path) -> None:
     }
     demo.run(tmp_path, Console(quiet=True), epsilon=3.0, epochs=1, seeds=1, jobs=1)
     assert {path: path.read_bytes() for path in models} == models
+
+
+def test_the_choice_of_0_1_is_not_made_again(tmp_path: Path) -> None:
+    """It kept the ledger inside choice.json."""
+    private = data.handwritten(opt_in=100, test=360).private
+    candidates = {"noise": data.noise(20, seed=0), "photographs": data.photographs(20, seed=0)}
+    arguments = (tmp_path, demo.network(), private, candidates)
+    made = command._choose(*arguments)
+    files = RunFolder(tmp_path)
+    record = json.loads(files.ledger.read_text())
+    assert record["steps"] == 1
+    files.choice.write_text(json.dumps({**made, "ledger": record}))
+    files.ledger.unlink()
+    assert command._choose(*arguments)["chosen"] == made["chosen"]
+    assert json.loads(files.ledger.read_text()) == record
 
 
 @pytest.mark.slow

@@ -191,8 +191,8 @@ def _choose(
 
     def chosen(ledger: Ledger) -> Choice:
         price: dict[str, Any] = {"epsilon": CHOICE_EPSILON, "records": len(private)}
-        arguments = (model, nn.CrossEntropyLoss(), private, candidates)
-        return choose_public(*arguments, ledger=ledger, **price, **settings)
+        loss = nn.CrossEntropyLoss()
+        return choose_public(model, loss, private, candidates, ledger=ledger, **price, **settings)
 
     return choose_once(folder, {"settings": settings, "candidates": digests}, chosen)
 
