@@ -157,8 +157,8 @@ def _rank_on_stand_in(
     for name, images in candidates.items():
         energy = unprivate_captured_energy(model, loss, stand_in, images, rank=GSD_RANK).mean()
         distance = gsd(model, loss, stand_in, images, rank=GSD_RANK)
-        row = {"name": name, "samples": len(images), "gsd": distance}
-        rows.append({**row, "captured_energy": float(energy)})
+        about = {"name": name, "samples": len(images), "gsd": distance}
+        rows.append({**about, "captured_energy": float(energy)})
     rows.sort(key=lambda row: float(row["gsd"]))
     content = {
         "stand_in": f"{len(stand_in)} of the opt-in scans",
