@@ -116,7 +116,7 @@ class Plan:
             return "none: without noise nothing is private"
         if self.budget is None:
             return "see plan.epsilon(epochs, delta)"
-        return f"{self.epsilon():.4g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
+        return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
 
 
 def plan_sampling(

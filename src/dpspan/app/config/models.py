@@ -47,7 +47,7 @@ class NetworkSection(ModelSection):
     def make(self, data: Loaded) -> nn.Module:
         import torch
 
-        from dpspan.choose.probe_network import ProbeNetwork
+        from dpspan.choose import ProbeNetwork
         from dpspan.model.networks import MLP, PaperCNN, ResNet20
 
         if self.name == "logistic":
