@@ -91,14 +91,11 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
 class Untouched(Dataset[object]):
     """Stands where private records would be, and refuses to be read."""
 
-    def __len__(self) -> int:
-        self._refuse()
-
-    def __getitem__(self, index: int) -> object:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def __getitem__(self, index: int) -> NoReturn:
         raise RuntimeError("Private records were asked for where none may be used.")
+
+    def __len__(self) -> int:
+        self[0]
 
 
 def task_of(
@@ -138,11 +135,10 @@ def task_of(
 
 def warm_start_of(config: Config, public: Mapping[str, PublicData]) -> WarmStart | None:
     """The configuration's, if it has one; each run has a seed of its own."""
-    section = config.warm_start
-    if section is None:
+    if (section := config.warm_start) is None:
         return None
-    seed = config.training.seed
-    return section.build(public[section.public], trainable_of(config), seed=seed)
+    data, seed = public[section.public], config.training.seed
+    return section.build(data, trainable_of(config), seed=seed)
 
 
 def contender_of(

@@ -58,13 +58,12 @@ class Training:
         draw = PoissonDraw.one_pass(records=len(task.private), sample_rate=rate)  # type: ignore[arg-type]
         self.steps = task.epochs * draw.steps_per_epoch
         z, budget = noise_multiplier, task.budget
-        if z is None and isinstance(budget, FixedNoise):
+        if isinstance(budget, FixedNoise):
             z = budget.noise_multiplier
-        elif z is None and isinstance(budget, Budget):
+        elif z is None:
             z = calibrated(budget, ledger.events, rate, self.steps, task.accountant)
             ledger.budget = budget
             ledger.reserve(step_event(z, rate), self.steps)
-        assert z is not None
         self.model = task.new_model(self.seed)
         self.engine = PrivacyEngine(ledger=ledger)
         trained = [p for p in self.model.parameters() if p.requires_grad]
