@@ -3,12 +3,13 @@
 Digits in one italic font play the labelled public data; digits in all other fonts play the private
 records, as many of them, and, without labels, the opt-in scans. Of the nine families the italic one
 is least like the others: trained on it alone, the network gets 72 % of them right (trained on
-all printed digits, 61 % of the handwritten ones). `python -m dpspan.app.demo --tune` repeats it.
+all printed digits, 61 % of the handwritten ones). `python -m experiments.demo_rates` repeats it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 from rich.console import Console
@@ -18,13 +19,14 @@ from dpspan.accounting.epsilon import Budget
 from dpspan.app.advice import Advice, advise
 from dpspan.app.comparison import Task
 from dpspan.app.demo import data
-from dpspan.app.demo.settings import (
+from dpspan.app.demo.command import (
     BATCH,
     DELTA,
     EPOCHS,
     EPSILON,
     OPT_IN,
     RENDERED,
+    TEST,
     WARM,
     contenders,
     network,
@@ -66,3 +68,8 @@ def tune(
     )
     console.print(advice)
     return advice
+
+
+if __name__ == "__main__":
+    private = data.handwritten(opt_in=OPT_IN, test=TEST).private
+    tune(Console(), records=len(private), jobs=min(2, os.cpu_count() or 1))

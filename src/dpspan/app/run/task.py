@@ -1,33 +1,46 @@
-"""What is compared: one task, several contenders, and the baselines that are always among them."""
+"""What a run trains: a task, a contender, and the baselines that belong to every comparison."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dp_accounting.dp_event import DpEvent
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset
 
 from dpspan.accounting.epsilon import Budget, check_accountant
-from dpspan.app.comparison.optimizing import (
-    OptimizerFactory,
-    Schedule,
-    describe_optimizer,
-    describe_schedule,
-)
+from dpspan.accounting.ledger import Ledger
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.data import PublicData
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_count, check_number, check_positive, expect
+from dpspan.support.randomness import seeded
 
 PUBLIC_ONLY = "public only"
-WARM = "warm start + "
+
+# factory(parameters, lr=rate), as torch.optim.Adam is called
+OptimizerFactory = Callable[..., Optimizer]
+# schedule(step, steps): what the learning rate is multiplied by
+Schedule = Callable[[int, int], float]
+
+_STEPS = 1000  # at which a schedule is sampled to describe it
+_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # and changes nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedNoise:
+    """In place of a budget: the noise multiplier is given, and ε at δ is what comes out."""
+
+    noise_multiplier: float
+    delta: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,8 +50,8 @@ class Task:
     Args:
         model: makes a model with new weights; called once a run, under the run's seed.
         private: the private records.
-        test: what models are measured on. Unless `test_is_public`, every number measured on it is
-            called `unprivate_…` and left out of reports.
+        test: what models are measured on; None for nothing. Unless `test_is_public`, every number
+            measured on it is called `unprivate_…` and left out of reports.
         batch_size: expected batch size.
         epochs: of private training.
         budget: ε and δ of each run.
@@ -72,10 +85,10 @@ class Task:
 
     model: Callable[[], nn.Module]
     private: Dataset[Any]
-    test: Dataset[Any]
+    test: Dataset[Any] | None
     batch_size: int
     epochs: int
-    budget: Budget
+    budget: Budget | FixedNoise
     public: object = field(default=None, repr=False)
     warm_start: WarmStart | None = None
     criterion: nn.Module = field(default_factory=nn.CrossEntropyLoss)
@@ -87,10 +100,8 @@ class Task:
     about: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            check_count(name, getattr(self, name))
-        for name in ("records", "physical_batch_size"):
-            if getattr(self, name) is not None:
+        for name in ("batch_size", "epochs", "records", "physical_batch_size"):
+            if getattr(self, name) is not None or name in ("batch_size", "epochs"):
                 check_count(name, getattr(self, name))
         check_accountant(self.accountant)
         expect(callable(self.model), "model to be a function that makes a model", self.model)
@@ -110,12 +121,20 @@ class Task:
     @property
     def start(self) -> WarmStart | None:
         """The warm start that the public labels allow; None without such labels."""
-        if self.warm_start is not None:
+        if self.warm_start is not None or self.public is None:
             return self.warm_start
-        if self.public is None:
-            return None
         data = PublicData.of(self.public)
         return WarmStart(data=data) if data.labelled else None
+
+    def metric(self, name: str) -> str:
+        """What a number measured on the test records is called."""
+        return f"test_{name}" if self.test_is_public else f"unprivate_test_{name}"
+
+    def new_model(self, seed: int) -> nn.Module:
+        """A model with the weights of that seed."""
+        place = nn.ParameterList([torch.empty(0, device=self.device)])
+        with seeded(place, seed):  # only the generators that are put back afterwards
+            return self.model().to(self.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,16 +175,12 @@ class Contender:
         momentum = check_number("momentum", self.momentum)
         expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
         if self.method is None:
-            expect(
-                self.warm_start is not None,
-                f"a method or a warm_start for '{self.name}'",
-                None,
-            )
+            needed = f"a method or a warm_start for '{self.name}'"
+            expect(self.warm_start is not None, needed, None)
             return
         if self.learning_rate is None:
             raise ValueError(f"Expected a learning_rate for '{self.name}': pass learning_rate=.")
-        rate = check_number("learning_rate", self.learning_rate)
-        expect(0 < rate < math.inf, "learning_rate > 0", self.learning_rate)
+        check_positive("learning_rate", self.learning_rate)
         if self.optimizer is not None and momentum:
             raise ValueError(
                 f"Expected momentum without an optimizer, got both for '{self.name}': give the "
@@ -177,12 +192,26 @@ class Contender:
         """The optimizer of the private steps."""
         return self._factory(parameters, lr=self.learning_rate)
 
+    def warmed(self, start: WarmStart) -> Contender:
+        """The same after a warm start."""
+        return dataclasses.replace(self, name=f"warm start + {self.name}", warm_start=start)
+
+    @property
+    def spent(self) -> tuple[tuple[DpEvent, int], ...]:
+        """What was released before the first step of its runs."""
+        return () if self.paid is None else Ledger.from_state(self.paid).events
+
+    def seeded_start(self, seed: int) -> WarmStart | None:
+        """The warm start of the run with that seed."""
+        start = self.warm_start
+        return None if start is None else dataclasses.replace(start, seed=seed)
+
     def describe_steps(self) -> dict[str, Any]:
         """Optimizer and schedule as plain values."""
         rate, schedule = self.learning_rate, self.schedule
         return {
-            "optimizer": None if rate is None else describe_optimizer(self._factory, rate),
-            "schedule": None if schedule is None else describe_schedule(schedule),
+            "optimizer": None if rate is None else _describe_optimizer(self._factory, rate),
+            "schedule": None if schedule is None else _describe_schedule(schedule),
         }
 
     @property
@@ -230,6 +259,35 @@ def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contend
     if not any(c.method is None for c in contenders):
         added.append(Contender(name=PUBLIC_ONLY, warm_start=start))
     if not any(c.warm_start is not None for c in plain):
-        warm = dataclasses.replace(plain[0], name=WARM + plain[0].name, warm_start=start)
-        added.append(warm)
+        added.append(plain[0].warmed(start))
     return (*added, *contenders)
+
+
+# An optimizer and a schedule are known by what they do, not by their names: two lambdas have the
+# same name.
+def _describe_optimizer(factory: OptimizerFactory, learning_rate: float) -> dict[str, Any]:
+    """The class that it makes for a small model, and its settings."""
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    made = factory(parameters, lr=learning_rate)
+    expect(isinstance(made, Optimizer), "optimizer to make a torch optimizer", made)
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key not in _HOW_IT_RUNS}
+        for group in made.param_groups
+    ]
+    return {"name": type(made).__name__, "groups": groups}
+
+
+def _describe_schedule(schedule: Schedule) -> dict[str, Any]:
+    """Its factors over 1,000 steps: the first, the last, and a digest of them all."""
+    factors = [float(schedule(step, _STEPS)) for step in range(_STEPS)]
+    wrong = [factor for factor in factors if not 0 <= factor < math.inf]
+    expect(not wrong, "a schedule of finite factors >= 0", next(iter(wrong), None))
+    text = ",".join(f"{factor:.9g}" for factor in factors)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"first": factors[0], "last": factors[-1], "sha256": digest}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | bool | int | float | None) else repr(value)
