@@ -72,7 +72,9 @@ class Capture:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._names: dict[str, str] = {}  # of each trainable parameter, its first if it has several
+        self._owners: dict[str, tuple[nn.Module, str]] = {}  # whose it is, and what they call it
+        self._watched: set[nn.Parameter] = set()  # an unknown gradient of these is an error
         self._expected: int | None = None  # rows
         self._views = 1  # rows that belong to one sample
         self._discard = False
@@ -94,6 +96,10 @@ class Capture:
         self._units: set[str] = set()  # modules taken as a whole for the sake of those inside
         self._attached: set[str] = set()  # those of them that are taken so already
         self._looking = False
+        for name, first, module, _ in _trainable(model):
+            self._names[name] = first
+            self._owners.setdefault(first, (module, name.rpartition(".")[2]))
+        self._modules = set(model.modules())
         for other in captures_on(model):  # what is known of the model stays known
             self._layouts, self._units = other._layouts, other._units
             if other._expected is not None:
@@ -101,12 +107,12 @@ class Capture:
                     "The model is in the middle of a private step: finish it with "
                     "optimizer.step(), or call engine.detach(), before asking for gradients."
                 )
-        for parameter, name in self._names.items():
-            self._handles.append(parameter.register_hook(self._escape(name)))
         self._handles += [
             model.register_forward_pre_hook(Hook(self._enter, self), with_kwargs=True),
             model.register_forward_hook(Hook(self._leave, self), always_call=True),
         ]
+        for name, parameter in self._trained().items():
+            self.watch(name, parameter)
         self._attach_all()
 
     # -- the life of a capture ------------------------------------------------------------------
@@ -136,11 +142,11 @@ class Capture:
         """The per-sample gradients of the expected batch, times `scale`; disarms the hooks."""
         if self._expected is None:
             raise CaptureError("No batch is expected: draw one from the private loader first.")
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter not in self._names:
+        for name, first, module, _ in _trainable(self.model):
+            if module not in self._modules or self._name(name) != first:
                 raise CaptureError(
-                    f"Parameter '{name}' became trainable after the model was made private, so its "
-                    "gradients are not clipped. Unfreeze it before make_private."
+                    f"Parameter '{name}' belongs to another module, or is shared with others, than "
+                    "when the model was made private. Build the model before make_private."
                 )
         samples = 0 if self._discard else self._expected
         if samples > 0 and not self.heard:
@@ -155,16 +161,15 @@ class Capture:
     def gradients(self, *, scale: float = 1.0) -> PerSampleGradients:
         """What has been recorded so far."""
         shapes: dict[str, torch.Size] = {}
-        for parameter, name in self._names.items():
-            if not parameter.requires_grad:
-                continue
+        for name, parameter in self._trained().items():
             if name in self._carriers:
                 left, right = self._carriers[name]
                 shapes |= {Left(name): left.shape, Right(name): right.shape}
             else:
                 shapes[name] = parameter.shape
         samples = 0 if self._discard else self.samples // self._views
-        like = next(iter(self._names), torch.empty(0)).detach()
+        known = next(self.model.parameters(), torch.empty(0))
+        like = torch.empty(0, dtype=known.dtype, device=known.device)  # not sharded if that is
         return PerSampleGradients(shapes, self._terms, samples, like=like, scale=scale)
 
     @contextmanager
@@ -184,6 +189,9 @@ class Capture:
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._sees_batch = any(x.shape[:1] == (self._expected,) for x in tensors)
+        if self.active:
+            for name, parameter in self._trained().items():
+                self.watch(name, parameter)
 
     def _leave(self, *_: Any) -> None:
         self._sees_batch = False
@@ -236,7 +244,7 @@ class Capture:
         if module in seen:
             return
         seen.add(module)
-        own, rule = self._own(module), rule_for(module)
+        own, rule = self._own(path, module), rule_for(module)
         if own and rule is None and is_of_opacus(module):
             raise CaptureError(
                 f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
@@ -267,15 +275,35 @@ class Capture:
                 ),
             ]
         for name, child in module.named_children():
-            self._attach(f"{path}.{name}" if path else name, child, seen)
+            self._attach(joined(path, name), child, seen)
 
     def _stand_in(self, path: str, module: nn.Module) -> None:
         module.forward = _Forward(self, path, module)
         self._generic.append(module)
 
-    def _own(self, module: nn.Module) -> bool:
+    def _own(self, path: str, module: nn.Module) -> bool:
         """Whether a module has trainable parameters of its own."""
-        return any(p in self._names for p in _own_parameters(module))
+        return any(joined(path, name) in self._names for name in _own_parameters(module))
+
+    def _name(self, name: str) -> str:
+        """The name under which a parameter is recorded; the first of several, if it is shared."""
+        if name not in self._names:
+            raise CaptureError(
+                f"Parameter '{name}' became trainable after the model was made private, so its "
+                "gradients are not clipped. Unfreeze it before make_private."
+            )
+        return self._names[name]
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, as they are now: a sharded model exchanges them."""
+        now = {name: module._parameters.get(own) for name, (module, own) in self._owners.items()}
+        return {name: p for name, p in now.items() if p is not None and p.requires_grad}
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Make a gradient that reaches this parameter an error."""
+        if parameter not in self._watched and name in self._names:
+            self._watched.add(parameter)
+            self._handles.append(parameter.register_hook(self._escape(name)))
 
     # -- how the model has to be taken ----------------------------------------------------------
 
@@ -336,7 +364,7 @@ class Capture:
         owners = {
             path: module
             for path, module in self.model.named_modules()
-            if path in seen and self._own(module) and not is_recurrent(module)
+            if path in seen and self._own(path, module) and not is_recurrent(module)
         }
         without_rule = {path for path, module in owners.items() if rule_for(module) is None}
         for path in owners:
@@ -373,7 +401,7 @@ class Capture:
         batch = [n for n, x in named_tensors(call).items() if layout.place("", n, x) == 0]
         args, kwargs = samples_of(call, batch, [i % self.samples for i in range(rows)])
         # Copies, for the plain run: their gradients set off no hook.
-        own = {n: p.detach().requires_grad_() for p, n in self._names.items() if p.requires_grad}
+        own = {name: p.detach().requires_grad_() for name, p in self._trained().items()}
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
             with self.inside_generic(), _reparametrize_module(model, own, tie_weights=True):
@@ -503,17 +531,15 @@ class Capture:
         tapped: Tensor = _Tap.apply(anchor, output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
-    def add(self, parameter: nn.Parameter, term: Term, path: str, folds: int = 1) -> None:
-        """Add one term, of `folds` rows a row of the batch, to a parameter's gradients."""
+    def add(self, path: str, local: str, term: Term, folds: int = 1) -> None:
+        """Add one term, of `folds` rows a row of the batch, to a module's parameter's gradients."""
         if term.samples != folds * self.samples:
             raise CaptureError(
                 f"Layer '{path}' saw {term.samples} samples, the batch has {self._expected}. The "
                 "first dimension of every layer's input must be the whole batch: build layers with "
                 "batch_first=True, fold no other dimension into it, and pick or drop no samples."
             )
-        name = self._names.get(parameter)
-        if name is None:  # unfrozen since: `collect` refuses the batch
-            return
+        name = self._name(joined(path, local))
         rows = self._views * folds  # that belong to one sample, one after the other
         if name not in self._carriers:
             whole = term if rows == 1 else term.merged(rows)
@@ -553,9 +579,10 @@ class Capture:
         seen = layout.seen[path]
         return seen.first[x.dim()], seen.folds[x.dim()]
 
-    def hide(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep autograd from computing these parameters' gradients."""
-        for parameter in parameters:
+    def hide(self, path: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep autograd from computing the gradients of a module's parameters."""
+        for name, parameter in parameters.items():
+            self.watch(joined(path, name), parameter)
             parameter.requires_grad_(False)
             self._hidden.add(parameter)
 
@@ -594,7 +621,7 @@ class _Layer:
         if self._capture.active:
             own = dict(module.named_parameters(recurse=False))
             self._hidden = {name: p for name, p in own.items() if p.requires_grad}
-            self._capture.hide(self._hidden.values())
+            self._capture.hide(self._path, self._hidden)
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden, self._hidden = self._hidden, None
@@ -621,7 +648,7 @@ class _Layer:
             unchanged()
             for name, term in self._rule(module, x, grad.movedim(batch, 0) if batch > 0 else grad):
                 if name in hidden:
-                    self._capture.add(hidden[name], term, self._path, folds)
+                    self._capture.add(self._path, name, term, folds)
 
         return self._capture.listen(output, self._path, receive)
 
@@ -716,7 +743,7 @@ class _Forward:
             name: capture.listen(
                 parameter.detach().expand(samples, *parameter.shape),
                 self._path,
-                lambda grad, p=parameter: capture.add(p, Rows(grad), self._path),  # type: ignore[misc]
+                lambda grad, n=name: capture.add(self._path, n, Rows(grad)),  # type: ignore[misc]
             )
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad
@@ -751,7 +778,7 @@ class _Forward:
                 unchanged()
                 for name, term in terms(grad):
                     if name in weights and weights[name].requires_grad:
-                        capture.add(weights[name], term, self._path)
+                        capture.add(self._path, name, term)
 
             return capture.listen(output, self._path, receive)
 
@@ -776,17 +803,34 @@ def captures_on(model: nn.Module) -> set[Capture]:
     return found
 
 
-def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """A module's own parameters; lists and dicts of parameters belong to who holds them.
+def joined(path: str, name: str) -> str:
+    """The name in the model of what a module at this path calls by that name."""
+    return f"{path}.{name}" if path else name
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, nn.Parameter]]:
+    """Each trainable parameter by all names it has: that name, the first one, whose it is, itself.
+
+    What is recorded is known by name, since a sharded model exchanges its parameters as it runs.
+    """
+    first: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                name = joined(path, own)
+                yield name, first.setdefault(parameter, name), module, parameter
+
+
+def _own_parameters(module: nn.Module) -> Iterator[str]:
+    """Names of a module's own parameters; lists and dicts of them belong to who holds them.
 
     So do the parameters from which a parametrization computes a weight.
     """
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):
-            yield from child.parameters()
-    if parametrize.is_parametrized(module):
-        yield from module.get_submodule("parametrizations").parameters()
+    yield from module._parameters
+    for name, child in module.named_children():
+        holds = isinstance(child, nn.ParameterList | nn.ParameterDict)
+        if holds or (name == "parametrizations" and parametrize.is_parametrized(module)):
+            yield from (joined(name, own) for own, _ in child.named_parameters())
 
 
 def _own_forward(module: nn.Module) -> MethodType:
