@@ -17,7 +17,7 @@ from dpspan.choose.subspaces import (
     principal_subspace,
     sample_gradients,
 )
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData
 from dpspan.subspaces.subspace import Subspace
@@ -57,7 +57,7 @@ def own_gradients(
     return sample_gradients(model, loss_fn, private, labels=labels, seed=seed, piece=piece)
 
 
-@exact()
+@plain_arithmetic()
 def energies(gradients: PerSampleGradients, subspaces: Sequence[Subspace]) -> Tensor:
     """s_ij of each gradient in each subspace (bases written out), (n, subspaces) float64.
 

@@ -21,7 +21,7 @@ from dpspan.choose.subspaces import (
     sample_gradients,
 )
 from dpspan.gradients.layers.terms import Rows
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import Labels
@@ -86,7 +86,7 @@ def full_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subsp
     return subspace
 
 
-@exact()
+@plain_arithmetic()
 def subspace_distance(first: Subspace, second: Subspace) -> float:
     """√(1 − Σ cos²θ / k) of two subspaces of the same rank k with their bases written out.
 

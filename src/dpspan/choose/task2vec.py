@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dpspan.gradients.layers.pairs import line_blocks
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 
 
-@exact()
+@plain_arithmetic()
 def fisher_embedding(gradients: PerSampleGradients) -> Tensor:
     """F, one number per output neuron or channel of each parameter, float64."""
     means = []

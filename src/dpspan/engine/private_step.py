@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dpspan.engine.sampling import Piece
 from dpspan.gradients.capture import Capture
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.mechanisms.base import Mechanism, Sums
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.guard import Guard
@@ -113,7 +113,7 @@ class PrivateStep:
 
         return (args[0], private_closure), {k: v for k, v in kwargs.items() if k != "closure"}
 
-    @exact()
+    @plain_arithmetic()
     def _finish_piece(self) -> None:
         piece, self._piece = self._piece, None
         if piece is None:

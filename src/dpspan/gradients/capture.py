@@ -46,7 +46,7 @@ from dpspan.gradients.layout import (
     named_tensors,
     samples_of,
 )
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.trial import differences, made_up_losses, plain_gradients
 from dpspan.support.errors import CaptureError
@@ -516,7 +516,7 @@ class Capture:
                 )
             self.heard = True
             if not self._discard:
-                with exact():
+                with plain_arithmetic():
                     receive(grad)
 
         if output.requires_grad and not output._is_view():

@@ -232,7 +232,7 @@ def underflow(x: Tensor, squares: int) -> float:
 
 
 @contextlib.contextmanager
-def exact() -> Iterator[None]:
+def plain_arithmetic() -> Iterator[None]:
     """No autograd and no autocast: the bounds hold for the arithmetic as it is written."""
     with torch.no_grad():
         if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):

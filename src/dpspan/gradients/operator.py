@@ -16,7 +16,7 @@ from torch import Tensor
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import inner
 from dpspan.gradients.layers.terms import Rows, Sum, Term, stacked
-from dpspan.gradients.numerics import Arithmetic, bounds, exact, full_precision
+from dpspan.gradients.numerics import Arithmetic, bounds, full_precision, plain_arithmetic
 
 _SMALL = 512  # numbers per sample up to which rows are worth packing together
 _ALIGNED = 64  # packed rows are as long as a multiple of this
@@ -138,13 +138,13 @@ class PerSampleGradients:
         """Where the gradients are."""
         return self.like.device
 
-    @exact()
+    @plain_arithmetic()
     def norms(self) -> Tensor:
         """Norm of each sample's gradient, (n,) float64."""
         value, _ = self._squared_norms
         return self.scale * value.sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def norm_bounds(self) -> Tensor:
         """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64.
 
@@ -155,7 +155,7 @@ class PerSampleGradients:
         # The margin is for the weights, which are rounded to working precision.
         return self.scale * (1 + 16 * Arithmetic.of(self.like).unit) * bound.sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def combine(self, weights: Tensor, *, finite: bool = False) -> dict[str, Tensor]:
         """wᵀJ, a weighted sum of the gradients, by parameter.
 
@@ -184,7 +184,7 @@ class PerSampleGradients:
             for name, shape in self.shapes.items()
         }
 
-    @exact()
+    @plain_arithmetic()
     def gram(
         self, other: PerSampleGradients, groups: Sequence[Collection[str]] | None = None
     ) -> Tensor:
@@ -208,7 +208,7 @@ class PerSampleGradients:
         total *= self.scale * other.scale
         return total[0] if groups is None else total
 
-    @exact()
+    @plain_arithmetic()
     def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> PerSampleGradients:
         """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
 
@@ -234,7 +234,7 @@ class PerSampleGradients:
                 terms |= {Left(name): [Rows(of_left)], Right(name): [Rows(of_right)]}
         return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
 
-    @exact()
+    @plain_arithmetic()
     def matrix(self) -> Tensor:
         """The rows themselves, (n, p), parameters in the order of `shapes`."""
         columns = [

@@ -25,7 +25,14 @@ from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import line_blocks
 from dpspan.gradients.layers.terms import Rows, Stack, Term, kept
-from dpspan.gradients.numerics import Arithmetic, bounds, exact, ieee, minus_product, squared_norms
+from dpspan.gradients.numerics import (
+    Arithmetic,
+    bounds,
+    ieee,
+    minus_product,
+    plain_arithmetic,
+    squared_norms,
+)
 from dpspan.gradients.operator import Pack, PerSampleGradients, usable_weights
 
 _FLOAT64 = Arithmetic(2.0**-53, 0.0)
@@ -71,7 +78,7 @@ class Residual:
         values, _ = self._squared_norms
         return values.sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀ(J − A H), by parameter."""
         like, scale = self._gradients.like, self._gradients.scale
@@ -126,7 +133,7 @@ class Residual:
     @cached_property
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
-        with exact():
+        with plain_arithmetic():
             rows = self._rows
             with ieee(self._gradients.like):  # as `combine`
                 return self._measure(rows)
