@@ -97,11 +97,7 @@ class PerSampleGradients:
     ) -> None:
         self.shapes = dict(shapes)
         self.samples = samples
-        self.terms = {
-            name: _total(terms[name], shape.numel())
-            for name, shape in shapes.items()
-            if terms.get(name)
-        }
+        self.terms = {name: _total(terms[name]) for name in shapes if terms.get(name)}
         self.like = full_precision(like.new_empty(0))  # dtype and device
         self.scale = scale
 
@@ -325,7 +321,7 @@ def usable_weights(weights: Tensor) -> Tensor:
     return weights.isfinite() & (weights.abs() >= torch.finfo(weights.dtype).tiny)
 
 
-def _total(terms: Sequence[Term], row_size: int) -> Term:
+def _total(terms: Sequence[Term]) -> Term:
     """The sum of a parameter's terms as one term."""
     if len(terms) == 1:
         return terms[0]
@@ -335,7 +331,7 @@ def _total(terms: Sequence[Term], row_size: int) -> Term:
             torch.cat([term.a for term in outers], dim=1),
             torch.cat([term.b for term in outers], dim=1),
         )
-    return Sum(terms, row_size)
+    return Sum(terms)
 
 
 def _check_carriers(name: str, shape: torch.Size, left: Tensor, right: Tensor) -> None:

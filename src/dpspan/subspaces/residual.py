@@ -203,7 +203,7 @@ def _by_kernel(
     own: Pack, anchors: Pack, shares: Tensor, taken: Tensor, cross: Tensor, gram: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same from inner products in float64, which leave room for the cancellation."""
-    precise = _double(own.term).squared_norms(_FLOAT64)
+    precise = own.term.double().squared_norms(_FLOAT64)
     square = precise.value - 2 * (shares * cross).sum(1) + (shares @ gram * shares).sum(1)
     square = square.clamp(min=0)
     length = precise.magnitude.sqrt() + taken  # what all rounding is relative to
@@ -222,14 +222,6 @@ def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
     )
     bound = bounds(norms.value[None], norms.magnitude[None], errors)[0]
     return norms.value, bound.sqrt() - norms.value.sqrt()
-
-
-def _double(term: Term) -> Term:
-    """The same term with factors in float64."""
-    if isinstance(term, Stack):
-        return Stack([_double(part) for part in term.parts])
-    assert isinstance(term, Outer | Lookup)  # the terms that have a kernel
-    return term.double()
 
 
 def _width(term: Term) -> int:
