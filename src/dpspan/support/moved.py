@@ -73,7 +73,7 @@ MOVED = {
     "dpspan.text": "dpspan.model.text",
     "dpspan.trainable": "dpspan.model.trainable",
     "dpspan.transfer": "dpspan.public.warm_start",
-    "dpspan.trial": "dpspan.gradients.trial",
+    "dpspan.trial": "dpspan.gradients.planning",
     "dpspan.untouched": "dpspan.support.untouched",
     "dpspan.validation": "dpspan.model.validation",
     "dpspan.views": "dpspan.model.views",

@@ -10,6 +10,7 @@ from dpspan.gradients.layers.conv import conv_terms
 from dpspan.gradients.layers.embedding import embedding_terms
 from dpspan.gradients.layers.linear import linear_terms
 from dpspan.gradients.layers.norm import channel_norm_terms, trailing_norm_terms
+from dpspan.gradients.layers.recurrent import method_of
 from dpspan.gradients.layers.terms import Term
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Iterator[tuple[str, Term]]]
@@ -42,6 +43,5 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and all(
-        getattr(type(module), name, None) is getattr(kind, name, None) and name not in vars(module)
-        for name in _FORWARD_METHODS
+        method_of(module, name) is getattr(kind, name, None) for name in _FORWARD_METHODS
     )
