@@ -8,7 +8,7 @@ run that was resumed, computes the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.model.per_sample import per_sample_gradients
+from dpspan.model.per_sample import recorded
 from dpspan.public.data import PublicData, move
 from dpspan.public.losses import SampleCriterion, call, check_classes, shapes, takes_classes
 from dpspan.support.checks import check_count, expect, shown
@@ -287,11 +288,17 @@ class PublicGradients:
         """Whether the samples are the same at every refresh."""
         return self.count == self.data.count
 
-    def __call__(self, refresh: int) -> PerSampleGradients:
-        """The gradients for refresh number `refresh`; leaves the model as it was."""
+    def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
+        """The gradients for refresh number `refresh`; leaves the model as it was.
+
+        Recorded by `capture` where the model has one already.
+        """
         with torch.enable_grad(), _left_as_found(self._model, self._generator(refresh, _MODEL)):
             return PerSampleGradients.concatenate(
-                [self._gradients(PublicPiece(refresh, *part)) for part in self._parts(refresh)]
+                [
+                    self._gradients(PublicPiece(refresh, *part), capture)
+                    for part in self._parts(refresh)
+                ]
             )
 
     def try_one(self) -> None:
@@ -324,10 +331,9 @@ class PublicGradients:
         for indices, inputs, labels in self.data.pieces(self._piece, chosen):
             yield indices, move(inputs, device), move(labels, device)
 
-    def _gradients(self, piece: PublicPiece) -> PerSampleGradients:
-        return per_sample_gradients(
-            self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
-        )
+    def _gradients(self, piece: PublicPiece, capture: Capture | None) -> PerSampleGradients:
+        with nullcontext(capture) if capture else Capture(self._model) as recording:
+            return recorded(recording, lambda: self._losses(self._model, piece), len(piece.indices))
 
     def _generator(self, refresh: int, stream: int) -> np.random.Generator:
         return _generator(self._seed, refresh, stream)

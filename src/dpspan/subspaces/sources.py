@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpspan.gradients.capture import Capture
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import full_precision
 from dpspan.gradients.operator import PerSampleGradients
@@ -32,8 +33,8 @@ class SpanSource(Protocol):
     def public(self) -> tuple[PublicData, ...]:
         """The public data that it uses."""
 
-    def span(self, refresh: int, *, products: float) -> Span:
-        """The subspace number `refresh`.
+    def span(self, refresh: int, *, products: float, capture: Capture | None = None) -> Span:
+        """The subspace number `refresh`; `capture` is the model's own, where it has one.
 
         How many products with gradients it will be used for decides how it is best written.
         """
@@ -61,8 +62,8 @@ class PublicSpan:
     def public(self) -> tuple[PublicData, ...]:
         return (self._gradients.data,)
 
-    def span(self, refresh: int, *, products: float) -> Span:
-        gradients = self._gradients(refresh)
+    def span(self, refresh: int, *, products: float, capture: Capture | None = None) -> Span:
+        gradients = self._gradients(refresh, capture)
         groups = grouped(gradients.shapes, self._groups)
         sizes = ranks(gradients.shapes, groups, self._rank)
         parts = {
@@ -132,7 +133,7 @@ class RandomSpan:
     def public(self) -> tuple[PublicData, ...]:
         return ()
 
-    def span(self, refresh: int, *, products: float) -> Span:
+    def span(self, refresh: int, *, products: float, capture: Capture | None = None) -> Span:
         if self._fixed is not None:
             return self._fixed
         drawn = self._draw(refresh if self._redraw else 0)  # a resumed run finds the same ones
