@@ -97,9 +97,10 @@ class Planner:
         if self._attached != self.units:
             self._attach()
 
-    def known(self) -> dict[str, Seen]:
-        """What was seen of the modules of the call under way."""
-        return {} if self._planned is None else self._planned.seen
+    def routed(self, unit: str) -> str | None:
+        """A module inside that is given what values in the batch pick for it."""
+        seen = {} if self._planned is None else self._planned.seen
+        return next((p for p in seen if seen[p].routed and is_inside(p, [unit])), None)
 
     def place(self, path: str, x: Tensor) -> tuple[int, int]:
         """Where the batch is in a layer's input (see `layout`), and what is folded into it."""
@@ -214,17 +215,17 @@ class Planner:
             if plain is None or again is None:
                 return None  # there is no output to compare
             if torch.allclose(plain, again, rtol=1e-4, equal_nan=True):
-                expected = _plain_gradients(plain, list(own.values()))
                 break
         else:
             return None  # it draws random numbers whatever one does
         # A weight per sample: what goes to another one is seen even if the two are the same.
         weights = torch.tensor([1.0, -2.0]) if plain.dim() else torch.ones(())
+        expected = _plain_gradients(plain, own)
         try:
             with capture.rehearsal(FEW):
-                found = losses(model.forward, 0, quiet)
-                assert found is not None
-                (found * weights.to(found)).sum().backward()
+                seen = losses(model.forward, 0, quiet)
+                assert seen is not None
+                (seen * weights.to(seen)).sum().backward()
                 gradients = capture.gradients()
         except CaptureError as error:
             return error
@@ -237,20 +238,19 @@ class Planner:
                 "give inputs that all samples share a first dimension of 1."
             )
         rows_of = torch.diag(1 / weights) if plain.dim() else torch.ones(1, FEW)
-        different = {
-            name
-            for row, gradient in zip(rows_of.to(gradients.device), expected, strict=True)
-            for name in _differences(gradients.combine(row), dict(zip(own, gradient, strict=True)))
-        }
-        if not different:
-            return None
-        return GoneWrong(
-            {name.rpartition(".")[0] for name in different},
-            f"The gradients of '{min(different)}' that would be recorded for two samples are not "
-            "those of plain autograd, so nothing is. Keep the batch in the first dimension of "
-            "every layer's input, and give inputs that all samples share a first dimension of 1 "
-            "without reducing it again.",
-        )
+        found = [gradients.combine(row) for row in rows_of.to(gradients.device)]
+        different = {name for pair in zip(found, expected, strict=True) for name in _differ(*pair)}
+        return _not_those_of_autograd(different) if different else None
+
+
+def _not_those_of_autograd(names: set[str]) -> GoneWrong:
+    return GoneWrong(
+        {name.rpartition(".")[0] for name in names},
+        f"The gradients of '{min(names)}' that would be recorded for two samples are not those of "
+        "plain autograd, so nothing is. Keep the batch in the first dimension of every layer's "
+        "input, and give inputs that all samples share a first dimension of 1 without reducing it "
+        "again.",
+    )
 
 
 def _made_up_losses(output: Any, rows: int, views: int) -> Tensor | None:
@@ -265,13 +265,14 @@ def _made_up_losses(output: Any, rows: int, views: int) -> Tensor | None:
     return torch.stack(scalars).sum() if scalars else None
 
 
-def _plain_gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The gradient of each loss."""
+def _plain_gradients(losses: Tensor, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The gradient of each loss, by name."""
     grad = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
-    return [grad(loss, parameters) for loss in losses.view(-1)]
+    each = (grad(loss, list(own.values())) for loss in losses.view(-1))
+    return [dict(zip(own, gradient, strict=True)) for gradient in each]
 
 
-def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
+def _differ(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
     """The parameters of which the gradient found is not the one expected, up to rounding."""
     coarse = any(x.element_size() < 4 or x.is_cuda for x in expected.values())
     slack = _COARSE if coarse or torch.is_autocast_enabled("cpu") else 1

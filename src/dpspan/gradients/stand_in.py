@@ -19,7 +19,7 @@ from dpspan.gradients.layers import Rule, rule_for
 from dpspan.gradients.layers.generic import per_sample_forward
 from dpspan.gradients.layers.recurrent import Terms, is_recurrent, sequences, step_by_step
 from dpspan.gradients.layers.terms import Rows
-from dpspan.gradients.layout import ONE, SHARED, Call, is_inside, joined
+from dpspan.gradients.layout import ONE, SHARED, Call, joined
 from dpspan.gradients.planning import GoneWrong
 from dpspan.support.errors import CaptureError
 
@@ -74,8 +74,6 @@ class StandIn:
                 return self._by_rule(self._rule, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
-    # -- by a rule --------------------------------------------------------------------------------
-
     def _by_rule(self, rule: Rule, *args: Any, **kwargs: Any) -> Tensor:
         capture, path, module, rows = self.capture, self._path, self._module, self.capture.rows
         own = module._parameters.items()
@@ -110,24 +108,23 @@ class StandIn:
 
         return capture.listen(output, path, receive)
 
-    # -- as a whole -------------------------------------------------------------------------------
-
     def _as_a_whole(self, *args: Any, **kwargs: Any) -> Any:
-        capture = self.capture
+        capture, path = self.capture, self._path
         if capture.rows == 0:  # nothing to vectorise over, and no gradient to record
             with capture.unit_runs(), torch.no_grad():
                 output = self._forward(*args, **kwargs)
-            return tree_map_only(Tensor, self._heard, output)
+            # Part of the graph, so that a backward pass has somewhere to go.
+            return tree_map_only(
+                Tensor,
+                lambda x: capture.listen(x, path, nothing) if x.is_floating_point() else x,
+                output,
+            )
         try:
             return self._vectorised((args, kwargs))
         except (torch.OutOfMemoryError, CaptureError):
             raise
         except (RuntimeError, ValueError) as error:
-            raise GoneWrong({self._path}, self._refusal(error)) from error
-
-    def _heard(self, x: Tensor) -> Tensor:
-        """Part of the graph, so that a backward pass has somewhere to go."""
-        return self.capture.listen(x, self._path, nothing) if x.is_floating_point() else x
+            raise GoneWrong({path}, self._refusal(error)) from error
 
     def _vectorised(self, call: Call) -> Any:
         capture, path = self.capture, self._path
@@ -155,13 +152,12 @@ class StandIn:
         why = "has parameters but no per-sample rule"
         if self._forced:
             why = "holds layers that see something else than the samples one by one"
-        for path, seen in self.capture.planner.known().items():
-            if seen.routed and is_inside(path, [self._path]):
-                why += (
-                    f" ('{path}' is given what other values in the batch pick for it, as the "
-                    "experts of a mixture of experts are: which token it sees depends on the batch)"
-                )
-                break
+        routed = self.capture.planner.routed(self._path)
+        if routed is not None:
+            why += (
+                f" ('{routed}' is given what other values in the batch pick for it, as the experts "
+                "of a mixture of experts are: which token it sees depends on the batch)"
+            )
         name = f"Module '{self._path}'" if self._path else "The model"
         reason = re.split(r"[.,] [Pp]lease ", str(error))[0].rstrip(". ")
         return (
@@ -169,8 +165,6 @@ class StandIn:
             f"{reason}. Build it from layers with a rule (Linear, Conv, Embedding, norms) with "
             "the batch in front, freeze it, or try dpspan.fix(model)."
         )
-
-    # -- step by step -----------------------------------------------------------------------------
 
     def _step_by_step(self, *args: Any, **kwargs: Any) -> Any:
         capture, module, path = self.capture, self._module, self._path

@@ -13,6 +13,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import (
+    Factored,
     Rows,
     Term,
     blocks,
@@ -43,7 +44,7 @@ _GROUPED_CONVOLUTION_CHANNELS = 8
 
 
 @dataclass(frozen=True)
-class Patches(Term):
+class Patches(Factored):
     """Row i is Σ_t b_it ⊗ a_it over output positions t, a_t the patch of the input x under t.
 
     The patches are never kept: they repeat every input number up to once per kernel entry.
@@ -56,10 +57,6 @@ class Patches(Term):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-
-    @property
-    def samples(self) -> int:
-        return self.x.shape[0]
 
     @property
     def depth(self) -> int:
@@ -77,7 +74,11 @@ class Patches(Term):
         thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
             copied = self.depth * self.weight[1:].numel() * self.groups
-            return by_blocks(lambda i, j: self._unfolded_rows(x[i:j], b[i:j]), n, copied, x)
+
+            def by_patches(i: int, j: int) -> Tensor:
+                return (self._sequences(b[i:j]).mT @ self._unfold(x[i:j])).flatten(1)
+
+            return by_blocks(by_patches, n, copied, x)
         if x.is_cuda or one_by_one or thin:
             line = self.weight[1] * self.weight[3:].numel() * self.groups
             copied = self.stride[0] * self.depth * line
@@ -146,9 +147,6 @@ class Patches(Term):
             )
         )
 
-    def scaled(self, factor: float) -> Patches:
-        return dataclasses.replace(self, b=self.b * factor)
-
     def double(self) -> Patches:
         return dataclasses.replace(self, x=self.x.double(), b=self.b.double())
 
@@ -157,8 +155,12 @@ class Patches(Term):
             return super().compress(left, right)
         x, b = full_precision(self.x), full_precision(self.b)
         if x.is_cuda:  # many small kernels cost more than copying the patches once
-            ranges = blocks(len(x), self.depth * right.shape[1], x)
-            return joined_pairs([self._compressed(x[i:j], b[i:j], left, right) for i, j in ranges])
+            parts = []
+            for i, j in blocks(len(x), self.depth * right.shape[1], x):
+                patches, outputs = self._unfold(x[i:j])[:, 0], b[i:j].flatten(2)
+                images = torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
+                parts.append(images)
+            return joined_pairs(parts)
         # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
         # needs the rows of the whole weight. Both are what will be clipped, however they round.
         filters = right.view(-1, *self.weight[1:])
@@ -170,13 +172,6 @@ class Patches(Term):
         rights = thin.rows(0, self.samples).view(self.samples, *right.shape)
         return torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)), rights
 
-    def _compressed(
-        self, x: Tensor, b: Tensor, left: Tensor, right: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """G Rᵀ and Lᵀ G from patches that are written out."""
-        patches, outputs = self._unfold(x)[:, 0], b.flatten(2)
-        return torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
-
     @property
     def _rows_are_larger_than_patches(self) -> bool:
         """Whether copying whole patches moves less memory than interleaving lines of rows.
@@ -186,10 +181,6 @@ class Patches(Term):
         """
         lines, d_out = self.weight[2], self.weight[0] // self.groups
         return self.depth * (lines - 1) < 2 * d_out * lines
-
-    def _unfolded_rows(self, x: Tensor, b: Tensor) -> Tensor:
-        """Rows by one batched product with all patches."""
-        return torch.matmul(self._sequences(b).transpose(2, 3), self._unfold(x)).flatten(1)
 
     def _sliding_rows(self, x: Tensor, b: Tensor) -> Tensor:
         """Rows by one batched product per line of the kernel.

@@ -9,21 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from dpspan.gradients.layers.linear import as_sequence
-from dpspan.gradients.layers.terms import COST_OF_FLOAT64, Term, by_blocks, compact, kept
+from dpspan.gradients.layers.terms import COST_OF_FLOAT64, Factored, Term, by_blocks, compact, kept
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
 
 @dataclass(frozen=True)
-class Lookup(Term):
+class Lookup(Factored):
     """Row i adds b_it to line index_it: index (n, T), output gradients b (n, T, d)."""
 
     index: Tensor
     b: Tensor
     entries: int
-
-    @property
-    def samples(self) -> int:
-        return self.b.shape[0]
 
     @property
     def depth(self) -> int:
@@ -91,9 +87,6 @@ class Lookup(Term):
         length = views * self.index.shape[1]
         index, b = self.index.reshape(-1, length), self.b.reshape(-1, length, self.b.shape[2])
         return Lookup(index, b, self.entries)
-
-    def scaled(self, factor: float) -> Lookup:
-        return Lookup(self.index, self.b * factor, self.entries)
 
 
 def embedding_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:

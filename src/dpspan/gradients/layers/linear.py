@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpspan.gradients.layers.terms import (
     COST_OF_FLOAT64,
+    Factored,
     Rows,
     Term,
     blocks,
@@ -28,15 +29,11 @@ from dpspan.gradients.numerics import (
 
 
 @dataclass(frozen=True)
-class Outer(Term):
+class Outer(Factored):
     """Row i is Σ_t b_it ⊗ a_it: inputs a (n, T, d_in), output gradients b (n, T, d_out)."""
 
     a: Tensor
     b: Tensor
-
-    @property
-    def samples(self) -> int:
-        return self.a.shape[0]
 
     @property
     def depth(self) -> int:
@@ -112,9 +109,6 @@ class Outer(Term):
     def merged(self, views: int) -> Outer:
         # A sum over the sequences of all views is one over a longer sequence.
         return Outer(*(x.reshape(-1, views * self.depth, x.shape[2]) for x in (self.a, self.b)))
-
-    def scaled(self, factor: float) -> Outer:
-        return Outer(self.a, self.b * factor)
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         a, b = full_precision(self.a), full_precision(self.b)

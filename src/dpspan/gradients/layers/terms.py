@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -144,6 +144,19 @@ def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
     if dropped is None:
         return full_precision(x)
     return full_precision(x).masked_fill(dropped.view(-1, *([1] * (x.dim() - 1))), 0.0)
+
+
+class Factored(Term):
+    """A term kept as its factors, of which `b`, the gradients of outputs, is (n, …)."""
+
+    b: Tensor
+
+    @property
+    def samples(self) -> int:
+        return self.b.shape[0]
+
+    def scaled(self, factor: float) -> Self:
+        return replace(self, b=self.b * factor)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
