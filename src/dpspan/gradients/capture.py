@@ -29,7 +29,7 @@ from dpspan.gradients.layers.terms import Rows, Term
 from dpspan.gradients.layout import joined
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
-from dpspan.gradients.planning import GoneWrong, Planner
+from dpspan.gradients.planning import CaptureErrorAt, Planner
 from dpspan.gradients.stand_in import Hook, StandIn, _get_nothing, _own_forward, captures_on
 from dpspan.support.errors import CaptureError
 
@@ -268,7 +268,7 @@ class Capture:
                     f"A gradient reached '{name}' outside a private step. Draw a batch from the "
                     "private loader first, or evaluate under torch.no_grad()."
                 )
-            raise GoneWrong(
+            raise CaptureErrorAt(
                 {name.rpartition(".")[0]},
                 f"Parameter '{name}' takes part in the loss outside its own module's forward (for "
                 "example F.linear(x, module.weight)), so its per-sample gradient is unknown. Call "

@@ -47,7 +47,7 @@ _RELATIVE, _ABSOLUTE = 1e-2, 1e-4  # of the parameter's gradient and of the whol
 _COARSE = 30  # times that where half precision or TF32 may be about
 
 
-class GoneWrong(CaptureError):
+class CaptureErrorAt(CaptureError):
     """What went wrong at the modules at `paths`."""
 
     def __init__(self, paths: set[str], message: str) -> None:
@@ -177,9 +177,9 @@ class Planner:
             if problem is None:
                 return
             before = set(self.units)
-            if first is None or not isinstance(first, GoneWrong):  # the more telling one
+            if first is None or not isinstance(first, CaptureErrorAt):  # the more telling one
                 first = problem
-            for path in problem.paths if isinstance(problem, GoneWrong) else doubtful:
+            for path in problem.paths if isinstance(problem, CaptureErrorAt) else doubtful:
                 inside = next((u for u in self.units if is_inside(path, [u])), path)
                 self._enclose(layout, inside)
             if self.units == before and seen[""].takes_batch:
@@ -243,8 +243,8 @@ class Planner:
         return _not_those_of_autograd(different) if different else None
 
 
-def _not_those_of_autograd(names: set[str]) -> GoneWrong:
-    return GoneWrong(
+def _not_those_of_autograd(names: set[str]) -> CaptureErrorAt:
+    return CaptureErrorAt(
         {name.rpartition(".")[0] for name in names},
         f"The gradients of '{min(names)}' that would be recorded for two samples are not those of "
         "plain autograd, so nothing is. Keep the batch in the first dimension of every layer's "

@@ -20,7 +20,7 @@ from dpspan.gradients.layers.generic import per_sample_forward
 from dpspan.gradients.layers.recurrent import Terms, is_recurrent, sequences, step_by_step
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.layout import ONE, SHARED, Call, joined
-from dpspan.gradients.planning import GoneWrong
+from dpspan.gradients.planning import CaptureErrorAt
 from dpspan.support.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class StandIn:
         except (torch.OutOfMemoryError, CaptureError):
             raise
         except (RuntimeError, ValueError) as error:
-            raise GoneWrong({path}, self._refusal(error)) from error
+            raise CaptureErrorAt({path}, self._refusal(error)) from error
 
     def _vectorised(self, call: Call) -> Any:
         capture, path = self.capture, self._path
