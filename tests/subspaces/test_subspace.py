@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dpspan
-from dpspan import Eigh, Lanczos, PowerIteration, RandomSubspace, Subspace, numerics
+from dpspan import Eigh, Lanczos, PowerIteration, RandomSubspace, Subspace
+from dpspan.gradients import numerics
 from dpspan.gradients import operator as gradients_module
 from dpspan.gradients.layers import conv, embedding, linear, pairs
 from dpspan.gradients.layers.conv import Patches
