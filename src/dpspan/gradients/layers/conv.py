@@ -74,11 +74,7 @@ class Patches(Factored):
         thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
             copied = self.depth * self.weight[1:].numel() * self.groups
-
-            def by_patches(i: int, j: int) -> Tensor:
-                return (self._sequences(b[i:j]).mT @ self._unfold(x[i:j])).flatten(1)
-
-            return by_blocks(by_patches, n, copied, x)
+            return by_blocks(lambda i, j: self._unfolded_rows(x[i:j], b[i:j]), n, copied, x)
         if x.is_cuda or one_by_one or thin:
             line = self.weight[1] * self.weight[3:].numel() * self.groups
             copied = self.stride[0] * self.depth * line
@@ -155,12 +151,8 @@ class Patches(Factored):
             return super().compress(left, right)
         x, b = full_precision(self.x), full_precision(self.b)
         if x.is_cuda:  # many small kernels cost more than copying the patches once
-            parts = []
-            for i, j in blocks(len(x), self.depth * right.shape[1], x):
-                patches, outputs = self._unfold(x[i:j])[:, 0], b[i:j].flatten(2)
-                images = torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
-                parts.append(images)
-            return joined_pairs(parts)
+            ranges = blocks(len(x), self.depth * right.shape[1], x)
+            return joined_pairs([self._compressed(x[i:j], b[i:j], left, right) for i, j in ranges])
         # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
         # needs the rows of the whole weight. Both are what will be clipped, however they round.
         filters = right.view(-1, *self.weight[1:])
@@ -172,6 +164,13 @@ class Patches(Factored):
         rights = thin.rows(0, self.samples).view(self.samples, *right.shape)
         return torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)), rights
 
+    def _compressed(
+        self, x: Tensor, b: Tensor, left: Tensor, right: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """G Rᵀ and Lᵀ G from patches that are written out."""
+        patches, outputs = self._unfold(x)[:, 0], b.flatten(2)
+        return torch.bmm(outputs, patches @ right.T), torch.bmm(left.T @ outputs, patches)
+
     @property
     def _rows_are_larger_than_patches(self) -> bool:
         """Whether copying whole patches moves less memory than interleaving lines of rows.
@@ -181,6 +180,10 @@ class Patches(Factored):
         """
         lines, d_out = self.weight[2], self.weight[0] // self.groups
         return self.depth * (lines - 1) < 2 * d_out * lines
+
+    def _unfolded_rows(self, x: Tensor, b: Tensor) -> Tensor:
+        """Rows by one batched product with all patches."""
+        return torch.matmul(self._sequences(b).transpose(2, 3), self._unfold(x)).flatten(1)
 
     def _sliding_rows(self, x: Tensor, b: Tensor) -> Tensor:
         """Rows by one batched product per line of the kernel.
