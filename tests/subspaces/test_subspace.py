@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dpspan
-from dpspan import Eigh, Lanczos, PowerIteration, RandomSubspace, Subspace, numerics
+from dpspan import Eigh, Lanczos, PowerIteration, RandomSubspace, Subspace
+from dpspan.gradients import numerics
 from dpspan.gradients import operator as gradients_module
 from dpspan.gradients.layers import conv, embedding, linear, pairs
 from dpspan.gradients.layers.conv import Patches
@@ -81,23 +81,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, scale: floa
         assert float((actual.double() - expected.double()).abs().max()) <= tolerance * largest
 
 
-def doubled(term: Term) -> Term:
-    """The very numbers of a term, to be worked on in float64."""
-    if isinstance(term, Outer | Lookup):
-        return term.double()
-    if isinstance(term, Patches):
-        return dataclasses.replace(term, x=term.x.double(), b=term.b.double())
-    if isinstance(term, Sum):
-        return Sum([doubled(part) for part in term.terms], term.row_size)
-    if isinstance(term, Stack):
-        return Stack([doubled(part) for part in term.parts])
-    assert isinstance(term, Rows)
-    return Rows(term.values.double())
-
-
 def exact_matrix(J: PerSampleGradients) -> Tensor:
     """The rows of J, from its own factors, in float64."""
-    terms = {name: [doubled(term)] for name, term in J.terms.items()}
+    terms = {name: [term.double()] for name, term in J.terms.items()}
     return J.scale * PerSampleGradients(J.shapes, terms, J.samples, like=J.like.double()).matrix()
 
 

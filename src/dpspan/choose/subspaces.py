@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from dpspan.gradients.capture import captures_on
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
@@ -147,7 +147,7 @@ def principal_subspace(
     return subspace.explicit()
 
 
-@exact()
+@plain_arithmetic()
 def energies(gradients: PerSampleGradients, subspaces: Sequence[Subspace]) -> Tensor:
     """Captured energy: s_ij = ‖V_jᵀ g_i‖² / ‖g_i‖² of gradient i in subspace j, float64.
 

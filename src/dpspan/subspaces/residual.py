@@ -25,7 +25,14 @@ from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import line_blocks
 from dpspan.gradients.layers.terms import Rows, Stack, Term, kept
-from dpspan.gradients.numerics import Arithmetic, bounds, exact, ieee, minus_product, squared_norms
+from dpspan.gradients.numerics import (
+    Arithmetic,
+    bounds,
+    ieee,
+    minus_product,
+    plain_arithmetic,
+    squared_norms,
+)
 from dpspan.gradients.operator import Pack, PerSampleGradients, usable_weights
 
 _FLOAT64 = Arithmetic(2.0**-53, 0.0)
@@ -71,7 +78,7 @@ class Residual:
         values, _ = self._squared_norms
         return values.sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀ(J − A H), by parameter."""
         like, scale = self._gradients.like, self._gradients.scale
@@ -126,7 +133,7 @@ class Residual:
     @cached_property
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
-        with exact():
+        with plain_arithmetic():
             rows = self._rows
             with ieee(self._gradients.like):  # as `combine`
                 return self._measure(rows)
@@ -196,7 +203,7 @@ def _by_kernel(
     own: Pack, anchors: Pack, shares: Tensor, taken: Tensor, cross: Tensor, gram: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same from inner products in float64, which leave room for the cancellation."""
-    precise = _double(own.term).squared_norms(_FLOAT64)
+    precise = own.term.double().squared_norms(_FLOAT64)
     square = precise.value - 2 * (shares * cross).sum(1) + (shares @ gram * shares).sum(1)
     square = square.clamp(min=0)
     length = precise.magnitude.sqrt() + taken  # what all rounding is relative to
@@ -215,14 +222,6 @@ def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
     )
     bound = bounds(norms.value[None], norms.magnitude[None], errors)[0]
     return norms.value, bound.sqrt() - norms.value.sqrt()
-
-
-def _double(term: Term) -> Term:
-    """The same term with factors in float64."""
-    if isinstance(term, Stack):
-        return Stack([_double(part) for part in term.parts])
-    assert isinstance(term, Outer | Lookup)  # the terms that have a kernel
-    return term.double()
 
 
 def _width(term: Term) -> int:

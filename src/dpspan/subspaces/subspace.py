@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dpspan.gradients.layers.pairs import inner, line_blocks
 from dpspan.gradients.layers.terms import Rows
-from dpspan.gradients.numerics import Arithmetic, exact, ieee, product
+from dpspan.gradients.numerics import Arithmetic, ieee, plain_arithmetic, product
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.subspaces.residual import Residual
 from dpspan.subspaces.solvers import Basis, Eigh, Solver
@@ -62,7 +62,7 @@ class Subspace:
         self.kernels = kernels  # K by parameter, where it came from factors alone
 
     @classmethod
-    @exact()
+    @plain_arithmetic()
     def from_gradients(
         cls,
         gradients: PerSampleGradients,
@@ -116,13 +116,13 @@ class Subspace:
         """`rank`, without waiting for a GPU."""
         return (self.coefficients != 0).any(1).sum()
 
-    @exact()
+    @plain_arithmetic()
     def embed(self, gradients: PerSampleGradients) -> Tensor:
         """J Bᵀ, (n, k) float64."""
         embedding, _ = self._embed(self._comparable(gradients))
         return embedding
 
-    @exact()
+    @plain_arithmetic()
     def split(self, gradients: PerSampleGradients) -> tuple[Tensor, Residual]:
         """J Bᵀ, and J − (J Bᵀ) B: each gradient inside and outside of the subspace."""
         gradients = self._comparable(gradients)
@@ -165,7 +165,7 @@ class Subspace:
         """What a vector of the subspace weighs each gradient with: zᵀB = weights(z)ᵀ H."""
         return self.coefficients.T @ z.to(self.coefficients)
 
-    @exact()
+    @plain_arithmetic()
     def lift(self, z: Tensor) -> dict[str, Tensor]:
         """zᵀB, a vector of the subspace by parameter."""
         if z.shape != (self.dimensions,):
@@ -175,7 +175,7 @@ class Subspace:
         with ieee(self.gradients.like):  # weights of near directions are large and cancel
             return self.gradients.combine(self.weights(z))
 
-    @exact()
+    @plain_arithmetic()
     def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
         """B v for one vector in parameter space."""
         shapes = self.gradients.shapes
@@ -189,7 +189,7 @@ class Subspace:
         """BᵀB v: the part of a vector that lies in the subspace."""
         return self.lift(self.embed_vector(vector))
 
-    @exact()
+    @plain_arithmetic()
     def explicit(self) -> Subspace:
         """The same subspace with its basis written out: k × p numbers, and C = I."""
         c = (self.coefficients * self.gradients.scale).to(self.gradients.like)
@@ -213,7 +213,7 @@ class Subspace:
         energy = self.embed(gradients).square().sum(1) / norms.clamp(min=tiny)
         return energy.clamp(max=1.0)
 
-    @exact()
+    @plain_arithmetic()
     def projection_error(self, gradients: PerSampleGradients) -> Tensor:
         """‖Σ r‖/‖Σ g‖: how much of a batch's gradient lies outside (GEP's figures 4 and 7)."""
         ones = torch.ones(gradients.samples, dtype=torch.float64, device=gradients.device)
@@ -224,7 +224,7 @@ class Subspace:
         length = torch.stack([g.square().sum() for g, _ in pairs]).sum()
         return (outside / length.clamp(min=torch.finfo(length.dtype).tiny)).sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def residual_eigenvalues(self, gradients: PerSampleGradients) -> Tensor:
         """Eigenvalues of the Gram matrix of what lies outside, descending (GEP's figure 5)."""
         embedding = self.embed(gradients)
