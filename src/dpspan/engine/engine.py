@@ -319,8 +319,8 @@ class PrivacyEngine:
             method      DPSGD(clip=1.0, clipping=FlatClipping())
             sampling    PoissonDraw(sample_rate=0.05, steps_per_epoch=20), divided by L = 50
             event       PoissonSampledDpEvent(...); 20 to an epoch, 10 epochs
-            noise       z = 1.7...
-            expected ε  2 at δ = 1e-05 for 10 epochs
+            noise       z = 1.67...
+            expected ε  1.999 at δ = 1e-05 for 10 epochs
             public      nothing
         """
         return self._running().plan
