@@ -38,11 +38,10 @@ from dpspan.convex import (
     PublicFeatures,
     Released,
 )
-from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
+from dpspan.convex.fitting import ConstantClip, Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.methods import Method
-from dpspan.convex.oracles import PublicSide
+from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
-from dpspan.convex.schedules import ConstantClip
 from experiments.runner import Place, Results, execute
 
 N, PUBLIC, RANK, STEPS = 500, 100, 10, 20

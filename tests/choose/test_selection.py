@@ -24,8 +24,7 @@ from dpspan.accounting.events import event_from_json, event_to_json, pure_event,
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose import selection
 from dpspan.choose.picking import ExponentialMechanism, PermuteAndFlip, coin
-from dpspan.choose.records import sampled_batches
-from dpspan.choose.scores import UNIT, Score, totals
+from dpspan.choose.scores import UNIT, Score, sampled_batches, totals
 from dpspan.choose.selection import choose_public, resolution
 from dpspan.choose.subspaces import principal_subspace, sample_gradients
 from dpspan.engine.engine import PrivacyEngine
@@ -235,7 +234,7 @@ def test_resolution_grows_finer():
     ("arguments", "message"),
     [
         ((0, 2, 0.1), "Expected records to be an integer of at least 1, got 0."),
-        ((10, 1, 0.1), "Expected at least 2 candidates, got 1."),
+        ((10, 1, 0.1), "Expected candidates to be an integer of at least 2, got 1."),
         ((10, 2, 0), "Expected 0 < epsilon <= 10, got 0.0."),
         ((10, 2, -1), "Expected 0 < epsilon <= 10, got -1.0."),
         ((10, 2, "some"), "Expected epsilon to be a number, got 'some'."),
@@ -1002,6 +1001,19 @@ def test_every_record_is_read_once_whatever_its_shape():
     batches = list(sampled_batches(loader, 1.0, 4))
     assert sorted(int(row[0]) for x, _ in batches for row in x) == list(range(30))
     assert all(len(x) == len(y) <= 4 for x, y in batches)
+
+
+def test_every_record_is_asked_for_alone():
+    """A dataset that reads several at once could let one change the others."""
+
+    class AtOnce(TensorDataset):
+        def __getitems__(self, indices):
+            raise AssertionError("several records were asked for at once")
+
+    loader = DataLoader(AtOnce(torch.arange(9.0)[:, None], torch.zeros(9).long()))
+    assert torch.cat([x for x, _ in sampled_batches(loader, 1.0, 4)]).flatten().tolist() == [
+        *range(9)
+    ]
 
 
 WORDS = {"a": torch.ones(9, 5).long(), "b": torch.arange(45).view(9, 5)}

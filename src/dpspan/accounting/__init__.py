@@ -2,8 +2,7 @@
 
 import lazy_loader
 
-# `dpspan.accounting` was one module in 0.1; its public names are still found here.
+# As in 0.1, where this room was a module.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={"calibration": ["calibrate"], "epsilon": ["Budget", "Spending", "account"]},
+    __name__, submod_attrs={"epsilon": ["Budget"], "calibration": ["calibrate"]}
 )

@@ -1,21 +1,23 @@
-"""Gradient subspace distance (GSD): how far apart the gradients of two datasets point.
+"""Two datasets compared by their gradients, not privately: nothing here adds noise.
 
-G_priv, G_pub per-sample gradients with random labels at the initial weights, V their top k right
-singular vectors, θ the principal angles between the two spans:
+Gradient subspace distance (GSD): G_priv, G_pub are per-sample gradients with random labels at the
+initial weights, V their top k right singular vectors, θ the principal angles between the two spans:
 
     GSD = √(k − Σ cos²θ) / √k    (the paper's Definition 3 lacks the √k that its numbers have)
-
-Not private: the number depends on the private batch, and nothing here adds noise.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
+    energies,
     evaluated,
     principal_subspace,
     sample_gradients,
@@ -23,8 +25,7 @@ from dpspan.choose.subspaces import (
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.public.data import PublicData
-from dpspan.public.gradients import Labels
+from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
 
 
@@ -35,7 +36,6 @@ def gsd(
     public_batch: object,
     rank: int = 16,
     *,
-    labels: str | Labels = "random",
     seed: int = 0,
     piece: int = PIECE,
 ) -> float:
@@ -45,11 +45,10 @@ def gsd(
         model: at the weights that training starts from, or a `ProbeNetwork`; run in
             evaluation mode, on a copy.
         loss_fn: a criterion, for which both sides get random labels of the model's classes, or a
-            function (model, inputs[, labels]) → one loss per sample.
+            function (model, inputs[, labels]) → one loss per sample, by the labels there are.
         private_batch: inputs, (inputs,), (inputs, labels), a mapping, a Dataset or a DataLoader.
         public_batch: the same.
         rank: k; ValueError if one side's gradients span fewer directions.
-        labels: "random", as in the paper, or "real".
         seed: of the random labels, the same for both sides.
         piece: samples run through the model at a time.
 
@@ -63,27 +62,38 @@ def gsd(
         0.0
     """
     model = evaluated(model)
-    sides = []
-    for name, batch in (("private", private_batch), ("public", public_batch)):
-        data = PublicData.of(batch, name=name)
-        # One side at a time: its gradients are gone before those of the other are computed.
-        gradients = sample_gradients(model, loss_fn, data, labels=labels, seed=seed, piece=piece)
-        sides.append(full_subspace(gradients, rank, of=name))
-        del gradients
-    return subspace_distance(*sides)
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    private = Samples.of(private_batch, name="private")
+    public = PublicData.of(public_batch, name="public")
+    first, second = (  # the gradients of one are gone before those of the other are computed
+        principal_subspace(gradients_of(data), rank, of=data.name, fewer=False)
+        for data in (private, public)
+    )
+    return subspace_distance(first, second)
 
 
-def full_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
-    """The top `rank` directions; ValueError if there are not that many."""
-    subspace = principal_subspace(gradients, rank, of=of)
-    if subspace.rank < rank:
-        precision = str(gradients.like.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"Expected rank of at most {subspace.rank}, as many directions as the gradients of "
-            f"the {gradients.samples} samples of '{of}' span in {precision}, got {rank}. Lower "
-            "rank, or give more samples."
-        )
-    return subspace
+def unprivate_captured_energy(
+    model: nn.Module,
+    loss_fn: Loss,
+    private_batch: object,
+    public_batch: object,
+    rank: int = 16,
+    *,
+    seed: int = 0,
+    piece: int = PIECE,
+) -> Tensor:
+    """The share of each private gradient's energy in the public subspace, (n,). NOT private.
+
+    By a criterion, private gradients have the labels they come with, as in training (random ones
+    if there are none), and public ones random labels; a function gets the labels that there are.
+    The arguments are those of `gsd`.
+    """
+    model = evaluated(model)
+    public = PublicData.of(public_batch, name="public")
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    subspace = principal_subspace(gradients_of(public), rank, of=public.name)
+    private = Samples.of(private_batch, name="private")
+    return energies(gradients_of(private, own_labels=True), [subspace])[:, 0]
 
 
 @exact()
@@ -113,3 +123,41 @@ def _doubled(subspace: Subspace) -> PerSampleGradients:
     rows = {name: [Rows(basis.term(name).rows(0, basis.samples).double())] for name in basis.terms}
     like = basis.like.double()
     return PerSampleGradients(basis.shapes, rows, basis.samples, like=like, scale=basis.scale)
+
+
+class ProbeNetwork(nn.Module):
+    """The GSD paper's probe network, for models too large to compare datasets with.
+
+    Logits of images (n, channels, height, width) of any size; the same weights for a seed. By its
+    Table 5b: 64 filters of 8 × 8, stride 5; pool 2; 16 filters of 4 × 4, stride 3; pool 2; 144
+    units into the classes. 144 = 16 × 3 × 3 is what images of 224 × 224 give, so others are
+    resized to that. 30,782 parameters for 3 channels and 14 classes.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.choose import ProbeNetwork
+        >>> ProbeNetwork(channels=3, classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            self.layers = nn.Sequential(
+                nn.Conv2d(channels, 64, 8, stride=5),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(64, 16, 4, stride=3),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(16 * 3 * 3, classes),
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, for a softmax or (several labels per image) a sigmoid in the loss."""
+        if images.shape[-2:] != (224, 224):
+            images = interpolate(images, (224, 224), mode="bilinear", antialias=True)
+        logits: Tensor = self.layers(images)
+        return logits

@@ -1,8 +1,8 @@
 """Does a record's score depend on the records beside it? Asked of public samples.
 
 A record may move its own score only. So public samples are scored, and again in another order, with
-other random numbers, and with half of them replaced by the worst company there is: the scores of
-the other half must not change. Private data are not read, so a refusal may be published.
+other random numbers, and with half of them replaced by the worst neighbours there are: the scores
+of the other half must not change. Private data are not read, so a refusal may be published.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _times(factor: float) -> Callable[[Tensor], Tensor]:
 # What one half of the samples is replaced by, then the other half, and so on: NaN, outliers, and
 # copies of one sample, which show in any maximum, mean or count. Those are last, where they also
 # show what a loss remembers of the batches before.
-_COMPANY: tuple[Callable[[Tensor], Tensor], ...] = (
+_NEIGHBOURS: tuple[Callable[[Tensor], Tensor], ...] = (
     _times(torch.nan),
     _times(1e4),
     lambda values: values[:1].expand_as(values),
@@ -45,7 +45,7 @@ _COMPANY: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
-def check_company(
+def check_independence(
     model: nn.Module,
     loss_fn: Loss,
     subspaces: Sequence[Subspace],
@@ -61,10 +61,10 @@ def check_company(
     alone = score(*batch)
     generator = torch.Generator().manual_seed(seed)
     same, beside = torch.randperm(len(alone), generator=generator).tensor_split(2)
-    for number, replaced in enumerate(_COMPANY, start=1):
+    for number, replaced in enumerate(_NEIGHBOURS, start=1):
         same, beside = beside, same
         order = torch.randperm(len(alone), generator=generator)
-        again = score(*_in_company(batch, replaced, beside, order), seed=number)[order.argsort()]
+        again = score(*_beside(batch, replaced, beside, order), seed=number)[order.argsort()]
         if bool(((again - alone)[same].abs() > _TOLERANCE).any()):
             raise UnsupportedModule(
                 "A sample's gradient depends on the other samples of its batch or on random "
@@ -75,7 +75,7 @@ def check_company(
             )
 
 
-def _in_company(
+def _beside(
     batch: tuple[Any, Any], replaced: Callable[[Tensor], Tensor], beside: Tensor, order: Tensor
 ) -> tuple[Any, Any]:
     def one(leaf: Tensor) -> Tensor:
@@ -89,41 +89,37 @@ def _in_company(
 def _samples(
     model: nn.Module, loss_fn: Loss, data: PublicData, *, seed: int, piece: int
 ) -> tuple[Any, Any]:
-    """Inputs and labels of at most a piece, each sample once (a single one has itself for company).
+    """Inputs and labels of at most a piece, each sample once (a single one stands beside itself).
 
     Labels are random for a criterion, and the data's own for a function, as in `sample_gradients`.
     """
-    device = next(model.parameters()).device
     indices, *given = next(data.pieces(piece))
-    inputs, labels = move(given, device)
-    blank = tree_map_only(Tensor, torch.zeros_like, inputs)
-    outputs, state = _run(model, loss_fn, inputs, labels, seed)
-    _refuse_state(state, _run(model, loss_fn, blank, labels, seed)[1])
+    inputs, labels = move(given, next(model.parameters()).device)
+    outputs = _outputs(model, loss_fn, inputs, labels, seed)
     if isinstance(loss_fn, nn.Module):
         scores = SampleCriterion(loss_fn, instead="loss_fn=").outputs(outputs, len(indices))
         source = RandomLabels(seed=seed).source(loss_fn, data)
         labels = source(PublicPiece(0, indices, inputs, None), scores)
-    if len(indices) > 1 or piece == 1:
-        return inputs, labels
-    twice: tuple[Any, Any] = tree_map_only(Tensor, lambda x: torch.cat([x, x]), (inputs, labels))
-    return twice
+    rows = torch.arange(max(len(indices), min(piece, 2))) % len(indices)
+    batch: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], (inputs, labels))
+    return batch
 
 
-def _run(
-    model: nn.Module, loss_fn: Loss, inputs: Any, labels: Any, seed: int
-) -> tuple[Any, dict[str, Tensor]]:
-    """What a copy of the model (or a function of it) returns, and its buffers afterwards."""
-    model = copy.deepcopy(model)
-    with torch.no_grad(), seeded(model, seed):
-        if isinstance(loss_fn, nn.Module):
-            returned = call(model, inputs)
-        else:
-            returned = loss_fn(model, inputs, *(() if labels is None else (labels,)))
-    return returned, dict(model.named_buffers())
+def _outputs(model: nn.Module, loss_fn: Loss, inputs: Any, labels: Any, seed: int) -> Any:
+    """What a copy of the model (or a function of it) returns.
 
-
-def _refuse_state(state: dict[str, Tensor], blank: dict[str, Tensor]) -> None:
-    """Buffers may change (a counter, a cache of positions), but not with the samples."""
+    Its buffers may change (a counter, a cache of positions), but not with the samples.
+    """
+    runs = []
+    for given in (inputs, tree_map_only(Tensor, torch.zeros_like, inputs)):
+        copied = copy.deepcopy(model)
+        with torch.no_grad(), seeded(copied, seed):
+            if isinstance(loss_fn, nn.Module):
+                returned = call(copied, given)
+            else:
+                returned = loss_fn(copied, given, *(() if labels is None else (labels,)))
+        runs.append((returned, dict(copied.named_buffers())))
+    (outputs, state), (_, blank) = runs
     for name, buffer in state.items():
         if name not in blank or not torch.equal(buffer, blank[name]):
             raise UnsupportedModule(
@@ -131,3 +127,4 @@ def _refuse_state(state: dict[str, Tensor], blank: dict[str, Tensor]) -> None:
                 "a record would change the scores of others. Turn the running statistics of its "
                 "module off, or use a ProbeNetwork."
             )
+    return outputs

@@ -2,11 +2,5 @@
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "data": ["PublicData"],
-        "gradients": ["PublicGradients", "RandomLabels", "RealLabels"],
-        "warm_start": ["WarmStart"],
-    },
-)
+# As in 0.1, where this room was a module.
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"data": ["PublicData"]})

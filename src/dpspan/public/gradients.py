@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import recorded
-from dpspan.public.data import PublicData, move
+from dpspan.public.data import PublicData, Samples, move
 from dpspan.public.losses import SampleCriterion, call, check_classes, shapes, takes_classes
 from dpspan.support.checks import check_count, expect, shown
 from dpspan.support.errors import DPSpanError
@@ -52,7 +52,7 @@ class Labels(Protocol):
 
     real: ClassVar[bool]  # whether they are the data's own
 
-    def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
+    def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         """What gives the labels of the data; ValueError if there are none for this criterion."""
 
 
@@ -73,7 +73,7 @@ class RealLabels:
 
     real: ClassVar[bool] = True
 
-    def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
+    def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         return _GivenLabels(criterion, data, self.otherwise)
 
 
@@ -98,7 +98,7 @@ class RandomLabels:
     def __post_init__(self) -> None:
         _check_seed(self.seed)
 
-    def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
+    def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         draw = _draw_for(criterion)
         if draw is None:
             raise ValueError(
@@ -187,7 +187,7 @@ class _DrawnLabels:
 class _GivenLabels:
     """The data's own labels, checked when the model's classes are known."""
 
-    def __init__(self, criterion: nn.Module, data: PublicData, otherwise: str) -> None:
+    def __init__(self, criterion: nn.Module, data: Samples, otherwise: str) -> None:
         self._criterion, self._otherwise = criterion, otherwise
         self._unchecked = data if takes_classes(criterion) else None
 
@@ -214,7 +214,7 @@ def _user_loss(loss: Callable[..., Tensor]) -> Losses:
 class _CriterionLoss:
     """One loss per sample by the criterion of the private run."""
 
-    def __init__(self, criterion: nn.Module, labels: Labels, data: PublicData) -> None:
+    def __init__(self, criterion: nn.Module, labels: Labels, data: Samples) -> None:
         self._criterion = SampleCriterion(criterion, instead="public_loss=")
         self._labels = labels.source(criterion, data)
 
@@ -271,7 +271,7 @@ class PublicGradients:
                 "(inputs, labels), or pass public_labels='random'."
             )
         self.data = data
-        self._losses = _losses_by(criterion, loss, labels, data)
+        self._losses = losses_by(criterion, loss, labels, data)
         self._model = model
         self._samples = check_count("samples", samples)
         self._piece = None if piece is None else check_count("piece", piece)
@@ -339,12 +339,13 @@ class PublicGradients:
         return _generator(self._seed, refresh, stream)
 
 
-def _losses_by(
+def losses_by(
     criterion: nn.Module | None,
     loss: Callable[..., Tensor] | None,
     labels: Labels,
-    data: PublicData,
+    data: Samples,
 ) -> Losses:
+    """One loss per sample of the data: by the function if there is one, else by the criterion."""
     if loss is not None:
         return _user_loss(loss)
     if criterion is None:

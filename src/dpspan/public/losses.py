@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dpspan.public.data import PublicData
+from dpspan.public.data import Samples
 
 
 class SampleCriterion:
@@ -76,9 +76,7 @@ def takes_classes(criterion: nn.Module) -> bool:
     return isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def check_classes(
-    data: PublicData, outputs: Tensor, criterion: nn.Module, *, otherwise: str
-) -> None:
+def check_classes(data: Samples, outputs: Tensor, criterion: nn.Module, *, otherwise: str) -> None:
     """Class labels must be the model's classes: a GPU's own error would end the process.
 
     `otherwise` is what to do if renumbering them does not help.
