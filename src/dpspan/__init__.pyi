@@ -45,7 +45,7 @@ from .public.gradients import RandomLabels as RandomLabels
 from .public.gradients import RealLabels as RealLabels
 from .public.overlap import without_public as without_public
 from .public.patches import PatchFeatures as PatchFeatures
-from .public.second_phase import SecondPhase as SecondPhase
+from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
 from .subspaces.groups import by_stage as by_stage
 from .subspaces.solvers import Eigh as Eigh

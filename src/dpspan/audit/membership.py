@@ -8,7 +8,7 @@ samples and the attack is evaluated on the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -24,15 +24,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.public.data import move
-from dpspan.public.losses import SampleCriterion, call
+from dpspan.public.losses import SampleCriterion, SampleLosses, check_one_each
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.randomness import seeded
 
 FEWEST = 20  # of each kind
 FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one
 
-# loss(model, inputs, labels): one loss per sample
-SampleLosses = Callable[..., Tensor]
 Array = np.ndarray[Any, Any]
 
 
@@ -213,8 +211,7 @@ def _sample_losses(loss: SampleLosses | None, criterion: nn.Module | None) -> Sa
                 f"Expected samples with labels for {one_by_one.name}, got inputs only: give "
                 "(inputs, labels), or pass loss=, a function that returns one loss per sample."
             )
-        outputs = one_by_one.outputs(call(model, inputs), len(tree_leaves(labels)[0]))
-        return one_by_one.means(one_by_one.entries(outputs, labels), outputs, labels)
+        return one_by_one(model, inputs, labels)
 
     return losses
 
@@ -231,13 +228,7 @@ def _losses(
         if not samples:
             continue
         losses = losses_of(model, move(inputs, device), move(labels, device))
-        if not isinstance(losses, Tensor) or losses.shape != (samples,):
-            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"Expected loss to return one loss per sample, shape ({samples},), got {got}. "
-                "Use reduction='none' and average over what is left."
-            )
-        pieces.append(losses.double().cpu().numpy())
+        pieces.append(check_one_each(losses, samples).double().cpu().numpy())
     found = np.concatenate(pieces)
     if len(found) < FEWEST:
         raise ValueError(

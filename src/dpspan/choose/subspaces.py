@@ -17,7 +17,7 @@ from dpspan.gradients.capture import captures_on
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.validation import validate
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import Labels, PublicGradients, RandomLabels, labels_of
+from dpspan.public.gradients import Labels, PublicGradientSource, RandomLabels, labels_of
 from dpspan.subspaces.subspace import Subspace
 
 PIECE = 256  # samples run through the model at a time
@@ -56,7 +56,7 @@ def sample_gradients(
     if criterion is None:
         _check_arguments(loss_fn, data)
     chosen = RandomLabels(seed=seed) if labels == "random" else labels_of(labels)
-    make = PublicGradients(
+    make = PublicGradientSource(
         model=model,
         data=data,
         labels=chosen,

@@ -15,7 +15,7 @@ from dpspan.mechanisms.clipping import ClippingRule, FlatClipping
 from dpspan.mechanisms.noise import Noise
 from dpspan.mechanisms.span_keeper import SpanKeeper
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import Labels, PublicGradients, labels_of
+from dpspan.public.gradients import Labels, PublicGradientSource, labels_of
 from dpspan.subspaces.groups import Groups, grouped
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.sources import PublicSpan, RandomSpan, RandomSubspace, SpanSource
@@ -111,7 +111,7 @@ class SubspaceMethod:
                 setting.model, rank=random.rank, redraw=random.redraw, seed=random.seed
             )
         assert self.rank is not None
-        gradients = PublicGradients(
+        gradients = PublicGradientSource(
             model=setting.model,
             data=PublicData.of(self.public),
             labels=labels_of(self.public_labels),

@@ -94,13 +94,17 @@ class PublicData:
         )
 
     def pieces(
-        self, size: int | None = None, chosen: Tensor | None = None
+        self,
+        size: int | None = None,
+        chosen: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> Iterator[tuple[Tensor, Any, Any | None]]:
         """Yield (indices, inputs, labels or None) in pieces of at most `size` samples.
 
         Without `size` a piece is at most as large as the DataLoader's batches were, or 2048.
         `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
-        different shapes (padded to different lengths) never share a piece.
+        different shapes (padded to different lengths) never share a piece. They are on the CPU, or
+        moved to `device`.
         """
         size = self.largest_piece if size is None else check_count("size", size)
         indices = torch.arange(self.count) if chosen is None else self._checked(chosen)
@@ -109,7 +113,8 @@ class PublicData:
             last = first + _samples(batch)
             mine = indices[(indices >= first) & (indices < last)]
             for part in mine.split(size) if len(mine) else ():
-                inputs, *labels = _rows(batch, part - first)
+                rows = _rows(batch, part - first)
+                inputs, *labels = rows if device is None else move(rows, device)
                 yield part, inputs, labels[0] if labels else None
             first = last
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,16 +19,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from dpspan.gradients.capture import captures_on
-from dpspan.public.data import PublicData, move
-from dpspan.public.losses import SampleCriterion, call, check_classes, takes_classes
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.model.trainable import Model, Trainable, chosen_parameters, train_only
+from dpspan.public.data import PublicData
+from dpspan.public.losses import (
+    SampleCriterion,
+    SampleLosses,
+    call,
+    check_classes,
+    check_one_each,
+)
+from dpspan.support.checks import (
+    check_count,
+    check_number,
+    check_positive,
+    check_seed,
+    describe,
+    expect,
+)
 from dpspan.support.randomness import seeded
 
 # Of fewer samples, the one held out would say nothing about the others.
 FEWEST_TO_SPLIT = 5
 
-# loss(model, inputs, labels): one loss per sample
-SampleLosses = Callable[..., Tensor]
+Augment = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,14 +78,13 @@ class WarmStart:
     validation: float = 0.2
     patience: int = 20
     loss: SampleLosses | None = None
-    augment: Callable[[Any], Any] | None = None
+    augment: Augment | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_epochs", "batch_size", "patience"):
             check_count(name, getattr(self, name))
-        rate = check_number("learning_rate", self.learning_rate)
-        expect(0 < rate < math.inf, "learning_rate > 0", self.learning_rate)
+        check_positive("learning_rate", self.learning_rate)
         decay = check_number("weight_decay", self.weight_decay)
         expect(0 <= decay < math.inf, "weight_decay >= 0", self.weight_decay)
         share = check_number("validation", self.validation)
@@ -80,17 +92,17 @@ class WarmStart:
         for name in ("loss", "augment"):
             function = getattr(self, name)
             expect(function is None or callable(function), f"{name} to be a function", function)
-        seed = check_number("seed", self.seed)
-        expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", self.seed)
+        check_seed(self.seed)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, without the data."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "data"}
-        return {**plain, "loss": _name_of(self.loss), "augment": _name_of(self.augment)}
+        named = ("loss", "augment", "trainable")
+        return {n: describe(v) if n in named and v is not None else v for n, v in plain.items()}
 
     def summary(self, result: WarmStartResult) -> str:
         """For the record: what was done with the data."""
-        augmented = "" if self.augment is None else f", augmented by {_name_of(self.augment)}"
+        augmented = "" if self.augment is None else f", augmented by {describe(self.augment)}"
         return (
             f"warm start: {result.epochs} epochs of Adam at {self.learning_rate:g}, batches of "
             f"{self.batch_size}{augmented}, seed {self.seed}"
@@ -105,20 +117,20 @@ class WarmStart:
         the model is as it was. Its modes and torch's random state always are.
         """
         _check_model(model)
-        losses = _CriterionLoss(criterion) if self.loss is None else self.loss
+        losses = _sample_criterion(criterion) if self.loss is None else self.loss
         with (
             seeded(model, self.seed) as reseed,
-            _put_back_on_error(model) as found,
+            _put_back_on_error(model) as put_back,
             torch.enable_grad(),
             _progress_bar(visible=progress) as bar,
         ):
             data = _labelled(self.data)
-            if isinstance(losses, _CriterionLoss):
-                losses.check_labels(model, data)
+            if isinstance(losses, SampleCriterion) and criterion is not None:
+                _check_labels(model, losses, criterion, data)
             searched, held_out = self._split(data.count)
 
             def from_the_start(samples: Tensor) -> _Trainer:
-                found.restore()
+                put_back()
                 reseed()
                 return _Trainer(self, model, losses, data, samples)
 
@@ -185,6 +197,60 @@ class WarmStartResult:
         return {**asdict(self), "history": list(self.history)}
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecondPhase(WarmStart):
+    """A warm start of one set of parameters of a pre-trained model (Gu, Kamath, Wu 2023).
+
+    Private training then goes on with the same set. `model = phase.prepare(model)` freezes the
+    rest; then build the optimizer and call `make_private(..., warm_start=phase)`, which trains on
+    the public data, keeps them apart from the private data and puts them on record. The other
+    arguments are `WarmStart`'s.
+
+    Args:
+        trainable: `LastLayers(2)`, `FirstAndLast()`, `Named(("fc",))`, `BiasOnly()`, `LoRA(rank=8)`
+            or your own.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> public = torch.randn(40, 4), torch.arange(40) % 2
+        >>> phase = dpspan.SecondPhase(data=public, trainable=dpspan.LastLayers(1))
+        >>> model = phase.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['2.weight', '2.bias']
+    """
+
+    trainable: Trainable
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = "trainable to be a set of parameters, such as LastLayers(1)"
+        expect(isinstance(self.trainable, Trainable), what, self.trainable)
+
+    def prepare(self, model: Model) -> Model:
+        """Freeze everything else, in place; the model with what the set adds to it."""
+        return train_only(model, self.trainable)
+
+    def run(
+        self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
+    ) -> WarmStartResult:
+        """Train the set on the public data, in place; see `WarmStart.run`."""
+        chosen = chosen_parameters(model, self.trainable)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad != (parameter in chosen):
+                state = "trainable" if parameter.requires_grad else "frozen"
+                raise ValueError(
+                    f"The model is not prepared for {self.trainable!r}: '{name}' is {state}. Call "
+                    "phase.prepare(model) first, and build the optimizer after it."
+                )
+        return super().run(model, criterion, progress=progress)
+
+    def summary(self, result: WarmStartResult) -> str:
+        """For the record: what was trained, and how."""
+        return f"second phase of {describe(self.trainable)}, {super().summary(result)}"
+
+
 class _Trainer:
     """Adam on some of the public samples, with its own state, an epoch at a time."""
 
@@ -234,22 +300,12 @@ class _Trainer:
             raise ValueError(_DIVERGED if self._optimizer.state else _NOT_FINITE_BEFORE)
         return mean
 
-    def _losses_of(
-        self, samples: Tensor, augment: Callable[[Any], Any] | None = None
-    ) -> Iterator[Tensor]:
+    def _losses_of(self, samples: Tensor, augment: Augment | None = None) -> Iterator[Tensor]:
         """One loss per sample, in as few pieces as the batch size and their shapes allow."""
-        device, chosen = _device(self._model), samples.sort().values
-        for indices, inputs, labels in self._data.pieces(self._batch_size, chosen):
-            seen = move(inputs, device)
-            if augment is not None:
-                seen = augment(seen)
-            losses = self._losses(self._model, seen, move(labels, device))
-            if losses.shape != indices.shape:
-                raise ValueError(
-                    f"Expected loss to return one loss per sample, shape ({len(indices)},), got "
-                    f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
-                )
-            yield losses
+        device, chosen = self._parameters[0].device, samples.sort().values
+        for indices, inputs, labels in self._data.pieces(self._batch_size, chosen, device):
+            seen = inputs if augment is None else augment(inputs)
+            yield check_one_each(self._losses(self._model, seen, labels), len(indices))
 
 
 _DIVERGED = (
@@ -262,42 +318,34 @@ _NOT_FINITE_BEFORE = (
 )
 
 
-class _Found:
-    """The trainable weights, the buffers and the modes that a model came with."""
+@contextmanager
+def _put_back_on_error(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Whatever goes wrong, an interruption too, the model is as it was; or when it is asked for.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
-        self._buffers = [(b, b.clone()) for b in model.buffers()]
+    Its modes are as before in any case, and no gradient of public data stays.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    contents = [(tensor, tensor.detach().clone()) for tensor in (*trained, *model.buffers())]
+    modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
 
-    def restore(self) -> None:
-        """Weights and buffers, in the tensors that held them."""
+    def put_back() -> None:
         with torch.no_grad():
-            for tensor, content in (*self._weights, *self._buffers):
+            for tensor, content in contents:
                 tensor.copy_(content)
-        for module, _, buffers in self._modules:
+        for module, _, buffers in modules:
             module._buffers.clear()
             module._buffers.update(buffers)
 
-    def restore_modes(self) -> None:
-        """Training or evaluation, module by module; and no gradient of public data stays."""
-        for module, training, _ in self._modules:
-            module.training = training
-        for parameter, _ in self._weights:
-            parameter.grad = None
-
-
-@contextmanager
-def _put_back_on_error(model: nn.Module) -> Iterator[_Found]:
-    """Whatever goes wrong, an interruption too, the model is as it was."""
-    found = _Found(model)
     try:
-        yield found
+        yield put_back
     except BaseException:
-        found.restore()
+        put_back()
         raise
     finally:
-        found.restore_modes()
+        for module, training, _ in modules:
+            module.training = training
+        for parameter in trained:
+            parameter.grad = None
 
 
 def _progress_bar(*, visible: bool) -> Progress:
@@ -306,39 +354,24 @@ def _progress_bar(*, visible: bool) -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet)
 
 
-class _CriterionLoss:
-    """One loss per sample by the criterion of the private run."""
-
-    def __init__(self, criterion: nn.Module | None) -> None:
-        if criterion is None:
-            raise ValueError(
-                "Expected a criterion or a loss to train with on public data, got neither. Pass "
-                "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
-            )
-        self._given = criterion
-        self._criterion = SampleCriterion(criterion, instead="WarmStart(loss=...)")
-
-    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
-        return self._criterion(model, inputs, labels)
-
-    def check_labels(self, model: nn.Module, data: PublicData) -> None:
-        """All of them before training, not one by one as they come."""
-        if not takes_classes(self._given):
-            return
-        model.eval()
-        with torch.no_grad():
-            _, inputs, _ = next(data.pieces(1))
-            outputs = self._criterion.outputs(call(model, move(inputs, _device(model))), 1)
-        check_classes(data, outputs, self._given, otherwise="leave out samples of other classes")
+def _sample_criterion(criterion: nn.Module | None) -> SampleCriterion:
+    if criterion is None:
+        raise ValueError(
+            "Expected a criterion or a loss to train with on public data, got neither. Pass "
+            "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
+        )
+    return SampleCriterion(criterion, instead="WarmStart(loss=...)")
 
 
-def _name_of(function: Callable[..., Any] | None) -> str | None:
-    """What a record calls a function: an object by its settings, a function by its name."""
-    if function is None:
-        return None
-    if is_dataclass(function):
-        return repr(function)
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+def _check_labels(
+    model: nn.Module, losses: SampleCriterion, criterion: nn.Module, data: PublicData
+) -> None:
+    """All of them before training, not one by one as they come."""
+    model.eval()
+    with torch.no_grad():
+        _, inputs, _ = next(data.pieces(1, device=next(model.parameters()).device))
+        outputs = losses.outputs(call(model, inputs), 1)
+    check_classes(data, outputs, criterion, otherwise="leave out samples of other classes")
 
 
 def _labelled(source: object) -> PublicData:
@@ -361,7 +394,3 @@ def _check_model(model: nn.Module) -> None:
             "The model belongs to a private run, which would take public samples for private ones. "
             "Warm start it before make_private, or call detach() on its engine first."
         )
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -14,7 +14,7 @@ from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import full_precision
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import PublicGradients
+from dpspan.public.gradients import PublicGradientSource
 from dpspan.subspaces.groups import Groups, Span, grouped, ranks
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.subspace import Subspace
@@ -44,7 +44,7 @@ class PublicSpan:
 
     def __init__(
         self,
-        gradients: PublicGradients,
+        gradients: PublicGradientSource,
         *,
         rank: int,
         groups: Groups,

@@ -64,7 +64,7 @@ MOVED = {
     "dpspan.run.scalars": "dpspan.app.run.tensorboard",
     "dpspan.sample_losses": "dpspan.public.losses",
     "dpspan.sampling": "dpspan.engine.sampling",
-    "dpspan.second_phase": "dpspan.public.second_phase",
+    "dpspan.second_phase": "dpspan.public.warm_start",
     "dpspan.section": "dpspan.app.config.section",
     "dpspan.solvers": "dpspan.subspaces.solvers",
     "dpspan.span": "dpspan.subspaces.groups",
