@@ -12,7 +12,7 @@ from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import GEP, PDPSGD, BiasedGEP, Setting
-from dpspan.subspaces.groups import Groups, Span, grouped, ranks
+from dpspan.subspaces.groups import GroupedSubspace, Groups, grouped, ranks
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.subspace import Subspace
 
@@ -44,16 +44,16 @@ class GivenSpan:
 
     def __init__(self, h: PerSampleGradients, rank: int, groups: Groups, solver: Solver) -> None:
         self.h, self.rank, self.groups, self.solver = h, rank, groups, solver
-        self.made: list[Span] = []
+        self.made: list[GroupedSubspace] = []
 
-    def span(self, refresh: int, *, products: float) -> Span:
+    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
         groups = grouped(self.h.shapes, self.groups)
         sizes = ranks(self.h.shapes, groups, self.rank)
         parts = {
             names: Subspace.from_gradients(self.h.select(names), rank, solver=self.solver)
             for names, rank in zip(groups, sizes, strict=True)
         }
-        self.made.append(Span(parts))
+        self.made.append(GroupedSubspace(parts))
         return self.made[-1]
 
 

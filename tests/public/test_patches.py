@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import dpspan
-from dpspan.public import patch_filters, patches
-from dpspan.public.patch_filters import PatchResponses, _centres
-from dpspan.public.patches import PatchFeatures, _directions
+from dpspan.public import patches
+from dpspan.public.patches import PatchFeatures, PatchResponses, _centres, _directions
 
 
 def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
@@ -97,7 +96,7 @@ def test_a_mirror_image_has_the_same_features() -> None:
 def test_an_image_does_not_see_the_others(
     learnt: PatchFeatures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patch_filters, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
+    monkeypatch.setattr(patches, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
     seen = images(130, seed=2)
     alone = torch.cat([learnt(image[None]) for image in seen])
     assert torch.allclose(learnt(seen), alone, atol=1e-4)
@@ -424,7 +423,7 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),
         (torch.rand(20, 3, 14, 14), {"power": 0.0}, "0 < power <= 1"),
         (torch.rand(20, 3, 14, 14), {"threshold": -1.0}, "0 <= threshold"),
-        (torch.rand(20, 3, 14, 14), {"seed": -1}, "seed a whole number"),
+        (torch.rand(20, 3, 14, 14), {"seed": -1}, "seed to be an integer"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused(

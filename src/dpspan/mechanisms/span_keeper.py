@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpspan.mechanisms.base import Sums
 from dpspan.public.data import PublicData
-from dpspan.subspaces.groups import Span
+from dpspan.subspaces.groups import GroupedSubspace
 from dpspan.subspaces.sources import SpanSource
 from dpspan.subspaces.subspace import stable_rank
 
@@ -24,9 +24,9 @@ class SpanKeeper:
     def __init__(self, source: SpanSource, *, refresh: int, products: float, diagnose: int) -> None:
         self._source, self._refresh, self._products = source, refresh, products
         self._diagnose = diagnose
-        self._span: Span | None = None
+        self._span: GroupedSubspace | None = None
         self._number = -1  # of the present subspace
-        self._earlier: Span | None = None
+        self._earlier: GroupedSubspace | None = None
         self._notes: list[dict[str, Any]] = []
         self.step = 0
 
@@ -35,7 +35,7 @@ class SpanKeeper:
         """The public data behind the subspaces."""
         return self._source.public
 
-    def span(self) -> Span:
+    def span(self) -> GroupedSubspace:
         """The subspace of the present step."""
         number = self.step // self._refresh
         if self._span is None or number != self._number:
@@ -60,7 +60,11 @@ class SpanKeeper:
         return self._diagnose > 0 and self.step % self._diagnose == 0
 
     def _note(
-        self, span: Span, embedding: Tensor, gradient: Sums, noise_energy: dict[str, float]
+        self,
+        span: GroupedSubspace,
+        embedding: Tensor,
+        gradient: Sums,
+        noise_energy: dict[str, float],
     ) -> dict[str, Any]:
         note: dict[str, Any] = {"step": self.step, "noise_energy": noise_energy}
         note["released_energy"] = {

@@ -12,26 +12,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpspan.gradients.numerics import ieee
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.subspaces.residual import Residual
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.checks import expect
 
 Groups = int | Callable[[str], Hashable]
 
 
-class Span:
+class GroupedSubspace:
     """Subspaces of disjoint groups of parameters, as one."""
 
     def __init__(self, parts: Mapping[tuple[str, ...], Subspace]) -> None:
         self.parts = parts
         self._sizes = [part.dimensions for part in parts.values()]
-        self._anchors = [part.gradients.samples for part in parts.values()]
-
-    @property
-    def dimensions(self) -> int:
-        """Length of an embedding."""
-        return sum(self._sizes)
+        self.dimensions = sum(self._sizes)  # length of an embedding
 
     def embed(self, gradients: PerSampleGradients) -> Tensor:
         """Each gradient's coordinates in the subspaces, (n, k) float64."""
@@ -44,33 +39,16 @@ class Span:
         embedding = torch.cat([embedding for embedding, _ in splits], dim=1)
         return embedding, GroupResidual([residual for _, residual in splits])
 
-    def weights(self, z: Tensor) -> Tensor:
-        """A vector of the subspaces as weights of the gradients they are made of."""
-        parts = zip(self.parts.values(), z.split(self._sizes), strict=True)
-        return torch.cat([part.weights(own) for part, own in parts])
-
-    def combine(self, weights: Tensor) -> dict[str, Tensor]:
-        """The gradients that the subspaces are made of, weighted and summed, by parameter."""
-        parts = zip(self.parts.values(), weights.split(self._anchors), strict=True)
-        # Public gradients that are not finite are an error of their own (see `anchors`).
-        sums = []
-        for part, own in parts:
-            with ieee(part.gradients.like):
-                sums.append(part.gradients.combine(own, finite=True))
-        return _merged(sums)
-
     def lift(self, z: Tensor) -> dict[str, Tensor]:
         """A vector of the subspaces by parameter."""
-        return self.combine(self.weights(z))
+        parts = zip(self.parts.values(), z.split(self._sizes), strict=True)
+        # Public gradients that are not finite are an error of their own (see `sources`).
+        return _merged([part.lift(own, finite=True) for part, own in parts])
 
     def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
         """The coordinates of one vector in parameter space."""
-        return torch.cat(
-            [
-                part.embed_vector({name: vector[name] for name in names})
-                for names, part in self.parts.items()
-            ]
-        )
+        parts = self.parts.items()
+        return torch.cat([part.embed_vector({n: vector[n] for n in ns}) for ns, part in parts])
 
 
 class GroupResidual:
@@ -127,23 +105,17 @@ def ranks(
 
 
 def _contiguous(shapes: Mapping[str, torch.Size], count: int) -> list[tuple[str, ...]]:
-    if not 1 <= count <= len(shapes):
-        raise ValueError(
-            f"Expected groups between 1 and {len(shapes)}, the number of parameters, got {count}."
-        )
+    most = f"groups between 1 and {len(shapes)}, the number of parameters"
+    expect(1 <= count <= len(shapes), most, count)
     total = sum(shape.numel() for shape in shapes.values())
-    names = list(shapes)
-    result, start, passed = [], 0, 0
-    for group in range(count):
-        stop = start
-        left_behind = count - group - 1  # every later group needs a parameter too
-        while stop < len(names) - left_behind:
-            size = shapes[names[stop]].numel()
-            # A parameter belongs to the group in which its middle lies.
-            if stop > start and passed + size / 2 > total * (group + 1) / count and left_behind:
-                break
-            passed += size
-            stop += 1
-        result.append(tuple(names[start:stop]))
-        start = stop
-    return result
+    groups: list[tuple[str, ...]] = [()]
+    passed = 0
+    for index, (name, shape) in enumerate(shapes.items()):
+        later = count - len(groups)  # every later group needs a parameter too
+        # A parameter belongs to the group in which its middle lies.
+        beyond = passed + shape.numel() / 2 > total * len(groups) / count
+        if groups[-1] and later and (beyond or len(shapes) - index <= later):
+            groups.append(())
+        groups[-1] += (name,)
+        passed += shape.numel()
+    return groups

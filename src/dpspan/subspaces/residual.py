@@ -64,12 +64,9 @@ class Residual:
         _, squares = self._squared_norms
         # As in PerSampleGradients: the weights are rounded to working precision.
         bound = (1 + 16 * Arithmetic.of(self._gradients.like).unit) * squares.sqrt()
-        return bound if self._all_kept else torch.maximum(bound, _CANCELLATION * self._taken)
-
-    def norms(self) -> Tensor:
-        """Norms of the residuals, (n,) float64."""
-        values, _ = self._squared_norms
-        return values.sqrt()
+        if set(self._rows) >= set(self._anchors.packs):  # all of them are kept
+            return bound
+        return torch.maximum(bound, _CANCELLATION * self._taken)
 
     @exact()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
@@ -97,31 +94,22 @@ class Residual:
     @cached_property
     def _rows(self) -> dict[Names, Tensor]:
         """The rows of r that are kept, by pack, in the units of J as it was recorded."""
-        own, anchors = self._gradients.packs, self._anchors.packs
-        names = [each for each in anchors if each not in self._kernels]
-        numbers = self._gradients.samples * sum(anchors[each].shape.numel() for each in names)
-        like = self._gradients.like
+        anchors, like = self._anchors.packs, self._gradients.like
+        packs = {names: pack for names, pack in anchors.items() if names not in self._kernels}
+        numbers = self._gradients.samples * sum(pack.shape.numel() for pack in packs.values())
         if numbers * like.element_size() > _memory(like.device):
             return {}
         shares = (self._shares * (self._anchors.scale / self._gradients.scale)).to(like)
         return {
-            each: torch.cat(
+            names: torch.cat(
                 [
                     minus_product(left, shares, right)
-                    for left, right in line_blocks(
-                        own[each].term if each in own else self._zeros(anchors[each]).term,
-                        anchors[each].term,
-                        anchors[each].shape,
-                    )
+                    for left, right in line_blocks(self._own(names).term, pack.term, pack.shape)
                 ],
                 dim=1,
             )
-            for each in names
+            for names, pack in packs.items()
         }
-
-    @property
-    def _all_kept(self) -> bool:
-        return set(self._rows) >= set(self._anchors.packs)
 
     @cached_property
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
@@ -153,17 +141,18 @@ class Residual:
                     own[names], anchors[names], shares, taken[names], *self._kernels[names]
                 )
             elif names in anchors:
-                mine = own[names] if names in own else self._zeros(anchors[names])
-                square, hidden = _by_rows(mine, anchors[names], rounded, taken[names])
+                square, hidden = _by_rows(self._own(names), anchors[names], rounded, taken[names])
             else:  # the subspace has no part in these parameters
                 square, hidden = _untouched(own[names])
             value += square
             bound += (square.sqrt() + hidden).square()
         return value * scale**2, bound * scale**2
 
-    def _zeros(self, pack: Pack) -> Pack:
-        """The rows of parameters that took no part in the private batch."""
-        zero = self._gradients.like.new_zeros(())
+    def _own(self, names: Names) -> Pack:
+        """Rows of J; zeros of parameters that took no part in the private batch."""
+        if names in self._gradients.packs:
+            return self._gradients.packs[names]
+        pack, zero = self._anchors.packs[names], self._gradients.like.new_zeros(())
         return Pack(Rows(zero.expand(self._gradients.samples, pack.shape.numel())), pack.shape)
 
 

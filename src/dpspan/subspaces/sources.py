@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ from dpspan.gradients.numerics import full_precision
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource
-from dpspan.subspaces.groups import Groups, Span, grouped, ranks
+from dpspan.subspaces.groups import GroupedSubspace, Groups, grouped, ranks
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.checks import check_count, expect
 from dpspan.support.device_facts import Health
 
 # A basis written out may take this much memory; beyond it coefficients have to do.
@@ -32,7 +33,7 @@ class SpanSource(Protocol):
     def public(self) -> tuple[PublicData, ...]:
         """The public data that it uses."""
 
-    def span(self, refresh: int, *, products: float) -> Span:
+    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
         """The subspace number `refresh`.
 
         How many products with gradients it will be used for decides how it is best written.
@@ -61,7 +62,7 @@ class PublicSpan:
     def public(self) -> tuple[PublicData, ...]:
         return (self._gradients.data,)
 
-    def span(self, refresh: int, *, products: float) -> Span:
+    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
         gradients = self._gradients(refresh)
         groups = grouped(gradients.shapes, self._groups)
         sizes = ranks(gradients.shapes, groups, self._rank)
@@ -71,25 +72,21 @@ class PublicSpan:
             )
             for names, rank in zip(groups, sizes, strict=True)
         }
-        self._check(Span(parts))
+        self._check(list(parts.values()))
         if self._gradients.fixed:  # they go with the samples, and are no start for other ones
             self._last = {names: part.coefficients for names, part in parts.items()}
-        return Span(
-            {
-                names: part.explicit() if _explicit_pays(part, products) else part
-                for names, part in parts.items()
-            }
-        )
+        for names, part in parts.items():
+            parts[names] = part.explicit() if _explicit_pays(part, products) else part
+        return GroupedSubspace(parts)
 
-    def _check(self, span: Span) -> None:
-        parts = list(span.parts.values())
+    def _check(self, parts: Sequence[Subspace]) -> None:
         finite = torch.stack([torch.isfinite(p.coefficients).all() for p in parts]).all()
         live = torch.stack([part.live for part in parts]).sum()
         facts = self._health.known(torch.stack([finite.to(live), live]))
         if facts is None:
             return
-        is_finite, rank = int(facts[0]), int(facts[1])
-        if not is_finite:
+        rank = int(facts[1])
+        if not facts[0]:
             raise ValueError(
                 "The gradients of the public samples are not finite, so they span no subspace. If "
                 "training has diverged, lower the learning rate; otherwise look for NaN, Inf or "
@@ -116,8 +113,7 @@ class RandomSpan:
         self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
         self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
         size = sum(shape.numel() for shape in self._shapes.values())
-        if rank > size:
-            raise ValueError(f"Expected rank of at most {size}, the parameters, got {rank}.")
+        expect(rank <= size, f"rank of at most {size}, the parameters", rank)
         needed, limit = rank * size * self._like.element_size(), _limit(self._like, 4)
         if needed > limit:
             raise ValueError(
@@ -126,21 +122,20 @@ class RandomSpan:
                 "directions of public gradients, which are never written out."
             )
         self._rank, self._redraw, self._seed = rank, redraw, seed
-        self._fixed: Span | None = None
+        self._fixed: GroupedSubspace | None = None
 
     @property
     def public(self) -> tuple[PublicData, ...]:
         return ()
 
-    def span(self, refresh: int, *, products: float) -> Span:
-        if self._fixed is not None:
-            return self._fixed
-        drawn = self._draw(refresh if self._redraw else 0)  # a resumed run finds the same ones
-        if not self._redraw:
-            self._fixed = drawn
-        return drawn
+    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
+        if self._redraw:
+            return self._draw(refresh)
+        if self._fixed is None:
+            self._fixed = self._draw(0)  # whenever it is asked for: a resumed run finds the same
+        return self._fixed
 
-    def _draw(self, refresh: int) -> Span:
+    def _draw(self, refresh: int) -> GroupedSubspace:
         # Drawn on the CPU, so that every process and device has the same directions.
         (word,) = np.random.SeedSequence([self._seed, refresh]).generate_state(1)
         generator = torch.Generator().manual_seed(int(word))
@@ -150,7 +145,7 @@ class RandomSpan:
         }
         gradients = PerSampleGradients(self._shapes, rows, self._rank, like=self._like)
         subspace = Subspace.from_gradients(gradients, self._rank, solver=Eigh())
-        return Span({tuple(self._shapes): subspace.explicit()})
+        return GroupedSubspace({tuple(self._shapes): subspace.explicit()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +166,7 @@ class RandomSubspace:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"Expected rank an int of at least 1, got {self.rank!r}.")
+        check_count("rank", self.rank)
 
 
 def _explicit_pays(part: Subspace, products: float) -> bool:

@@ -46,7 +46,7 @@ MOVED = {
     "dpspan.noise": "dpspan.mechanisms.noise",
     "dpspan.numerics": "dpspan.gradients.numerics",
     "dpspan.overlap": "dpspan.public.overlap",
-    "dpspan.patch_filters": "dpspan.public.patch_filters",
+    "dpspan.patch_filters": "dpspan.public.patches",
     "dpspan.patches": "dpspan.public.patches",
     "dpspan.per_sample": "dpspan.model.per_sample",
     "dpspan.private_step": "dpspan.engine.private_step",
