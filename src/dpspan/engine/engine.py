@@ -41,8 +41,7 @@ from dpspan.model.criterion import check_criterion
 from dpspan.model.validation import validate
 from dpspan.model.wrappers import refuse_wrappers, watch_for_wrappers
 from dpspan.public.data import PublicData
-from dpspan.public.encoded import encodings
-from dpspan.public.overlap import refuse_overlap
+from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.patches import PublicLayer
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count

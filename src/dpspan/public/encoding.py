@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dpspan.public.data import Collate, PublicData
-from dpspan.public.encoded import Encoded
-from dpspan.public.overlap import fingerprints, refuse_copies
+from dpspan.public.overlap import Encoded, fingerprints, refuse_copies
 from dpspan.public.patches import PublicLayer
 from dpspan.support.checks import check_count
 from dpspan.support.progress import watched
@@ -32,10 +30,10 @@ def encode(
 
     Each record's place holds what the layer makes of this record alone (but for rounding, which
     may depend on its place in a batch), so private training on it has the guarantee of private
-    training on the records. Copies of the layer's public samples are
-    refused here, and `make_private` puts those samples on the certificate: give it a loader of
-    what this returns, of a Subset of it, or of several in a ConcatDataset. Through a wrapper of
-    your own the certificate would not know; tell it by `engine.ledger.declare_public`.
+    training on the records. Copies of the layer's public samples are refused here, and
+    `make_private` puts those samples on the certificate: give it a loader of what this returns, of
+    a Subset of it, or of several in a ConcatDataset. Through a wrapper of your own the certificate
+    would not know; tell it by `engine.ledger.declare_public`.
 
     Args:
         layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
@@ -89,17 +87,12 @@ def encode_public(layer: PublicLayer, public: object, *, batch_size: int = _AT_O
     size = check_count("batch_size", batch_size)
     data = PublicData.of(public)
     seen, raw = [], []
-    for inputs, *labels in _pieces(data, size):
+    for _, inputs, labels in data.pieces(size):
         raw += fingerprints(inputs)
-        seen.append((_seen(layer, inputs, size), *labels))
+        seen.append((_seen(layer, inputs, size), *(() if labels is None else (labels,))))
     tensors = tuple(torch.cat(column) for column in zip(*seen, strict=True))
     held = PublicData.of(tensors, name=data.name)
     return replace(held, digest=data.digest, raw=tuple(raw))
-
-
-def _pieces(data: PublicData, size: int) -> Iterator[tuple[Tensor, ...]]:
-    for _, inputs, labels in data.pieces(size):
-        yield (inputs,) if labels is None else (inputs, labels)
 
 
 @torch.no_grad()
@@ -109,8 +102,6 @@ def _seen(layer: PublicLayer, inputs: Tensor, size: int) -> Tensor:
     Always of `size` at a time, the last ones filled up: a product rounds by its size, and a
     record's features must not tell how many records there are.
     """
-    place = next(layer.buffers()).device
-    missing = size - len(inputs)
-    filled = torch.cat([inputs, inputs.new_zeros(missing, *inputs.shape[1:])])
-    seen: Tensor = layer(filled.to(place))
+    filled = torch.cat([inputs, inputs.new_zeros(size - len(inputs), *inputs.shape[1:])])
+    seen: Tensor = layer(filled.to(next(layer.buffers()).device))
     return seen[: len(inputs)].cpu()

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from dpspan.gradients.capture import captures_on
@@ -108,25 +106,22 @@ class WarmStart:
             f"{self.batch_size}{augmented}, seed {self.seed}"
         )
 
-    def run(
-        self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
-    ) -> WarmStartResult:
+    def run(self, model: nn.Module, criterion: nn.Module | None) -> WarmStartResult:
         """Train the trainable parameters of the model, in place.
 
         Where training does not lower the held-out loss, and after an error or an interruption,
         the model is as it was. Its modes and torch's random state always are.
         """
         _check_model(model)
-        losses = _sample_criterion(criterion) if self.loss is None else self.loss
         with (
             seeded(model, self.seed) as reseed,
             _put_back_on_error(model) as put_back,
             torch.enable_grad(),
-            _progress_bar(visible=progress) as bar,
         ):
             data = _labelled(self.data)
-            if isinstance(losses, SampleCriterion) and criterion is not None:
-                _check_labels(model, losses, criterion, data)
+            losses = self.loss
+            if losses is None:
+                losses = _criterion_losses(criterion, model, data)
             searched, held_out = self._split(data.count)
 
             def from_the_start(samples: Tensor) -> _Trainer:
@@ -136,10 +131,10 @@ class WarmStart:
 
             curve: list[float] = []
             if len(held_out):
-                curve = self._held_out_curve(from_the_start(searched), held_out, bar)
+                curve = self._held_out_curve(from_the_start(searched), held_out)
             epochs = curve.index(min(curve)) if curve else self.max_epochs
             trainer = from_the_start(torch.arange(data.count))
-            for _ in bar.track(range(epochs), description="warm start: all samples"):
+            for _ in range(epochs):
                 trainer.epoch()
         return WarmStartResult(
             epochs=epochs,
@@ -162,15 +157,12 @@ class WarmStart:
         held_out = min(max(round(count * self.validation), 1), count - 1)
         return order[held_out:], order[:held_out]
 
-    def _held_out_curve(self, trainer: _Trainer, held_out: Tensor, bar: Progress) -> list[float]:
+    def _held_out_curve(self, trainer: _Trainer, held_out: Tensor) -> list[float]:
         """The held-out loss before training and after each epoch."""
         curve, best = [trainer.mean_loss(held_out)], 0
-        task = bar.add_task("warm start", total=self.max_epochs)
         for epoch in range(1, self.max_epochs + 1):
             trainer.epoch()
             curve.append(trainer.mean_loss(held_out))
-            text = f"warm start: held-out loss {curve[-1]:.4f}"
-            bar.update(task, completed=epoch, description=text)
             if curve[epoch] < curve[best]:
                 best = epoch
             elif epoch - best >= self.patience:
@@ -191,10 +183,6 @@ class WarmStartResult:
     held_out_loss_best: float | None
     history: tuple[float, ...]
     samples: int
-
-    def describe(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return {**asdict(self), "history": list(self.history)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,9 +220,7 @@ class SecondPhase(WarmStart):
         """Freeze everything else, in place; the model with what the set adds to it."""
         return train_only(model, self.trainable)
 
-    def run(
-        self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
-    ) -> WarmStartResult:
+    def run(self, model: nn.Module, criterion: nn.Module | None) -> WarmStartResult:
         """Train the set on the public data, in place; see `WarmStart.run`."""
         chosen = chosen_parameters(model, self.trainable)
         for name, parameter in model.named_parameters():
@@ -244,7 +230,7 @@ class SecondPhase(WarmStart):
                     f"The model is not prepared for {self.trainable!r}: '{name}' is {state}. Call "
                     "phase.prepare(model) first, and build the optimizer after it."
                 )
-        return super().run(model, criterion, progress=progress)
+        return super().run(model, criterion)
 
     def summary(self, result: WarmStartResult) -> str:
         """For the record: what was trained, and how."""
@@ -348,30 +334,22 @@ def _put_back_on_error(model: nn.Module) -> Iterator[Callable[[], None]]:
             parameter.grad = None
 
 
-def _progress_bar(*, visible: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    where = Console(quiet=not visible)  # a disabled bar may still end its line
-    return Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet)
-
-
-def _sample_criterion(criterion: nn.Module | None) -> SampleCriterion:
+def _criterion_losses(
+    criterion: nn.Module | None, model: nn.Module, data: PublicData
+) -> SampleCriterion:
+    """By the criterion of the private run; all labels are checked before training."""
     if criterion is None:
         raise ValueError(
             "Expected a criterion or a loss to train with on public data, got neither. Pass "
             "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
         )
-    return SampleCriterion(criterion, instead="WarmStart(loss=...)")
-
-
-def _check_labels(
-    model: nn.Module, losses: SampleCriterion, criterion: nn.Module, data: PublicData
-) -> None:
-    """All of them before training, not one by one as they come."""
+    losses = SampleCriterion(criterion, instead="WarmStart(loss=...)")
     model.eval()
     with torch.no_grad():
         _, inputs, _ = next(data.pieces(1, device=next(model.parameters()).device))
         outputs = losses.outputs(call(model, inputs), 1)
     check_classes(data, outputs, criterion, otherwise="leave out samples of other classes")
+    return losses
 
 
 def _labelled(source: object) -> PublicData:

@@ -28,7 +28,7 @@ MOVED = {
     "dpspan.criterion": "dpspan.model.criterion",
     "dpspan.data": "dpspan.app.data",
     "dpspan.demo": "dpspan.app.demo",
-    "dpspan.encoded": "dpspan.public.encoded",
+    "dpspan.encoded": "dpspan.public.overlap",
     "dpspan.encoding": "dpspan.public.encoding",
     "dpspan.errors": "dpspan.support.errors",
     "dpspan.events": "dpspan.accounting.events",

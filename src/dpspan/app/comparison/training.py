@@ -21,8 +21,7 @@ from dpspan.app.comparison.task import Contender, Task
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData, move
-from dpspan.public.encoded import encodings
-from dpspan.public.overlap import refuse_overlap
+from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.randomness import seeded
 
