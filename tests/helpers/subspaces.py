@@ -12,8 +12,8 @@ from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import GEP, PDPSGD, BiasedGEP, Setting
-from dpspan.subspaces.groups import GroupedSubspace, Groups, grouped, ranks
 from dpspan.subspaces.solvers import Eigh, Solver
+from dpspan.subspaces.sources import GroupedSubspace, Groups, grouped, ranks
 from dpspan.subspaces.subspace import Subspace
 
 SETTING = Setting(model=nn.Linear(1, 1))

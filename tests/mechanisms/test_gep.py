@@ -17,7 +17,7 @@ from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.noise import Noise
-from dpspan.subspaces.groups import by_stage, grouped, ranks
+from dpspan.subspaces.sources import by_stage, grouped, ranks
 from helpers.oracle import block_basis, clip_rows, gep
 from helpers.subspaces import METHODS, SETTING, flat, given, outers, rows, un_noised
 

@@ -19,7 +19,7 @@ from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.noise import Noise
-from dpspan.subspaces.groups import GroupedSubspace, ranks
+from dpspan.subspaces.sources import GroupedSubspace, ranks
 from helpers.oracle import block_basis, clip_rows, pdpsgd, per_sample_matrix, top_directions
 from helpers.subspaces import METHODS, flat, given, rows, un_noised
 

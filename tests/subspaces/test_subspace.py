@@ -23,10 +23,9 @@ from dpspan.gradients.layers.terms import Rows, Stack, Sum, Term
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.subspaces import residual as residual_module
 from dpspan.subspaces import sources as anchors_module
-from dpspan.subspaces.groups import GroupedSubspace
 from dpspan.subspaces.residual import Residual
 from dpspan.subspaces.solvers import Basis, Solver
-from dpspan.subspaces.sources import RandomSpan
+from dpspan.subspaces.sources import GroupedSubspace, RandomSpan
 from dpspan.subspaces.subspace import stable_rank
 from helpers.oracle import per_sample_matrix, top_directions
 from helpers.problems import PROBLEMS, loss_per_sample, make
@@ -430,8 +429,8 @@ def test_few_public_gradients_of_a_wide_model() -> None:
 
 def true_norms(residual: Residual) -> Tensor:
     """Of J − A H with the very factors and the very A, in float64."""
-    j, h = exact_matrix(residual._gradients), exact_matrix(residual._anchors)
-    return (j - residual._shares @ h).norm(dim=1)
+    j, h = exact_matrix(residual.gradients), exact_matrix(residual.anchors)
+    return (j - residual.shares @ h).norm(dim=1)
 
 
 def check_bounds(residual: Residual) -> None:
@@ -619,7 +618,7 @@ def test_the_kernel_way_is_taken_and_cancels_in_float64() -> None:
     H = PerSampleGradients({"w": shape}, {"w": [Outer(a, b)]}, 20, like=like)
     subspace = Subspace.from_gradients(H, 20)
     _, residual = subspace.split(H)
-    assert set(residual._kernels) == {("w",)}
+    assert set(residual.kernels) == {("w",)}
     assert (measured_norms(residual) <= 1e-6 * H.norms()).all()
     assert (residual._squared_norms[1].sqrt() <= 1e-4 * H.norms()).all()
     check_bounds(residual)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dpspan.mechanisms.base import Sums
 from dpspan.public.data import PublicData
-from dpspan.subspaces.groups import GroupedSubspace
-from dpspan.subspaces.sources import SpanSource
+from dpspan.subspaces.sources import GroupedSubspace, SpanSource
 from dpspan.subspaces.subspace import stable_rank
 
 

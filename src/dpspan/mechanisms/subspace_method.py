@@ -16,9 +16,15 @@ from dpspan.mechanisms.noise import Noise
 from dpspan.mechanisms.span_keeper import SpanKeeper
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import Labels, PublicGradientSource, labels_of
-from dpspan.subspaces.groups import Groups, grouped
 from dpspan.subspaces.solvers import Eigh, Solver
-from dpspan.subspaces.sources import PublicSpan, RandomSpan, RandomSubspace, SpanSource
+from dpspan.subspaces.sources import (
+    Groups,
+    PublicSpan,
+    RandomSpan,
+    RandomSubspace,
+    SpanSource,
+    grouped,
+)
 from dpspan.support.checks import describe
 
 EMBEDDING = "subspace:embedding"  # the sum of embeddings among what a step sums

@@ -1,20 +1,15 @@
 """A low-dimensional subspace of parameter space, spanned by gradients and written in coefficients.
 
 The paper's B (k × p, orthonormal rows) is C H: H are m gradients, kept as the operator they are,
-and C is k × m (see `solvers`). Then
-
-    embedding of gradients J    J Bᵀ = (J Hᵀ) Cᵀ
-    a vector z back in R^p      zᵀB = (zᵀC) H
-    residual of gradients       J − (J Bᵀ) B = J − A H,  A = (J Bᵀ) C
-
-so no p × k matrix exists. Where one is cheaper (few directions of many gradients, used for several
-steps), it is the same thing with H = B and C = I: `explicit`.
+and C is k × m (see `solvers`), so no p × k matrix exists. Where one is cheaper (few directions of
+many gradients, used for several steps), it is the same thing with H = B and C = I: `explicit`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +20,12 @@ from dpspan.gradients.layers.pairs import inner, line_blocks
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import Arithmetic, exact, ieee, product
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.subspaces.residual import Residual
-from dpspan.subspaces.solvers import Basis, Eigh, Solver
+from dpspan.subspaces.residual import Names, Residual
+from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.support.checks import check_count
 
 
+@dataclass(eq=False, repr=False)
 class Subspace:
     """The span of B = C H.
 
@@ -51,16 +47,10 @@ class Subspace:
         True
     """
 
-    def __init__(
-        self,
-        gradients: PerSampleGradients,
-        basis: Basis,
-        kernels: Mapping[tuple[str, ...], Tensor],
-    ) -> None:
-        self.gradients = gradients  # H
-        self.coefficients = basis.coefficients  # C
-        self.eigenvalues = basis.eigenvalues
-        self.kernels = kernels  # K by parameter, where it came from factors alone
+    gradients: PerSampleGradients  # H
+    coefficients: Tensor  # C (k, m) float64
+    eigenvalues: Tensor  # of K, descending: those that were computed
+    kernels: Mapping[Names, Tensor]  # K by parameter, where it came from factors alone
 
     @classmethod
     @exact()
@@ -90,7 +80,7 @@ class Subspace:
         solver = Eigh() if solver is None else solver
         basis = solver(gram, rank, floor=floor, previous=previous)
         coefficients = torch.where(finite, basis.coefficients, math.nan)
-        return cls(gradients, Basis(coefficients, basis.eigenvalues), kernels)
+        return cls(gradients, coefficients, basis.eigenvalues, kernels)
 
     @property
     def dimensions(self) -> int:
@@ -171,11 +161,8 @@ class Subspace:
             rows[name] = [Rows(torch.cat(parts, dim=1).view(len(c), *shape))]
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
-        return Subspace(
-            PerSampleGradients(shapes, rows, len(c), like=like),
-            Basis(identity, self.eigenvalues),
-            {},
-        )
+        basis = PerSampleGradients(shapes, rows, len(c), like=like)
+        return Subspace(basis, identity, self.eigenvalues, {})
 
     def captured_energy(self, gradients: PerSampleGradients) -> Tensor:
         """‖B g‖²/‖g‖² of each gradient, (n,), between 0 and 1; 0 for a gradient of zero."""
@@ -196,7 +183,7 @@ class Subspace:
 
 def _inner_products(
     own: PerSampleGradients, other: PerSampleGradients
-) -> tuple[Tensor, dict[tuple[str, ...], Tensor]]:
+) -> tuple[Tensor, dict[Names, Tensor]]:
     """J Hᵀ in float64, and its part of each pack of parameters that came from factors alone."""
     total = torch.zeros(own.samples, other.samples, dtype=torch.float64, device=own.device)
     kernels = {}

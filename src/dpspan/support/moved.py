@@ -67,7 +67,7 @@ MOVED = {
     "dpspan.second_phase": "dpspan.public.warm_start",
     "dpspan.section": "dpspan.app.config.section",
     "dpspan.solvers": "dpspan.subspaces.solvers",
-    "dpspan.span": "dpspan.subspaces.groups",
+    "dpspan.span": "dpspan.subspaces.sources",
     "dpspan.strict_json": "dpspan.support.strict_json",
     "dpspan.subspace": "dpspan.subspaces.subspace",
     "dpspan.text": "dpspan.model.text",
