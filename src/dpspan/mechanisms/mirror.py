@@ -122,7 +122,7 @@ class MirrorDescent:
         gradients = PublicGradientSource(
             model=setting.model,
             data=data,
-            labels=RealLabels(otherwise="leave out samples of other classes"),
+            labels=RealLabels(),
             criterion=setting.criterion,
             loss=self.public_loss,
             samples=self.public_samples,

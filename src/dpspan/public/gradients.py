@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -59,8 +60,6 @@ LabelSource = Callable[[PublicPiece, Tensor], Any]  # from a piece and the model
 class RealLabels:
     """The labels that the public data come with.
 
-    `otherwise` is what an error advises if they are not the model's classes.
-
     Examples:
         >>> import torch
         >>> import dpspan
@@ -68,19 +67,17 @@ class RealLabels:
         >>> method = dpspan.GEP(public=public, rank=10, public_labels=dpspan.RealLabels())
     """
 
-    otherwise: str = field(default="pass public_labels='random'", repr=False, compare=False)
-
     real: ClassVar[bool] = True  # whether they are the data's own
 
     def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
         """The data's own labels, checked once the model's classes are known."""
-        checked = False
+
+        @cache
+        def check(outputs: torch.Size) -> None:
+            check_classes(data, outputs, criterion)
 
         def labels(piece: PublicPiece, outputs: Tensor) -> Any:
-            nonlocal checked
-            if not checked:
-                check_classes(data, outputs, criterion, otherwise=self.otherwise)
-            checked = True
+            check(outputs.shape[1:])
             return piece.labels
 
         return labels

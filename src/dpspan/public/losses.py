@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,17 +86,15 @@ def check_one_each(losses: Any, samples: int, *, of: str = "loss") -> Tensor:
     return losses
 
 
-def check_classes(
-    data: PublicData, outputs: Tensor, criterion: nn.Module, *, otherwise: str
-) -> None:
+def check_classes(data: PublicData, outputs: Sequence[int], criterion: nn.Module) -> None:
     """Class labels must be the model's classes: a GPU's own error would end the process.
 
-    `otherwise` is what to do if renumbering them does not help.
+    `outputs` is the shape of the outputs for one sample.
     """
     takes_classes = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
-    if not takes_classes or outputs.dim() < 2:  # no classes; the criterion says so
+    if not takes_classes or not outputs:  # no classes; the criterion says so
         return
-    classes, ignored = outputs.shape[1], getattr(criterion, "ignore_index", -100)
+    classes, ignored = outputs[0], getattr(criterion, "ignore_index", -100)
     for indices, _, labels in data.pieces():
         if not isinstance(labels, Tensor) or labels.is_floating_point():  # class probabilities
             continue
@@ -106,7 +104,8 @@ def check_classes(
             raise ValueError(
                 f"Expected public labels from 0 to {classes - 1}, the model's classes, got "
                 f"{int(labels[wrong][0])} at sample {sample} of '{data.name}': renumber them as "
-                f"the private data has them, or {otherwise}."
+                "the private data has them, or leave out samples of other classes (GEP and PDPSGD "
+                "can do without labels, by public_labels='random')."
             )
 
 

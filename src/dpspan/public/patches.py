@@ -83,9 +83,6 @@ class PatchFeatures(PublicLayer):
         torch.Size([4, 10])
     """
 
-    mean: Tensor
-    basis: Tensor
-
     def __init__(
         self,
         public: PublicData | None,
@@ -97,8 +94,7 @@ class PatchFeatures(PublicLayer):
     ) -> None:
         super().__init__(public)
         self.responses, self.settings = responses, dict(settings)  # those of `learn`
-        self.register_buffer("mean", mean)
-        self.register_buffer("basis", basis)
+        self.mean, self.basis = nn.Buffer(mean), nn.Buffer(basis)
 
     @classmethod
     def learn(
@@ -217,17 +213,9 @@ class PatchFeatures(PublicLayer):
 class _Bank(nn.Module):
     """Filters of one size, to be applied to patches over their deviation; and their offsets."""
 
-    filters: Tensor
-    offset: Tensor
-
     def __init__(self, filters: Tensor, offset: Tensor) -> None:
         super().__init__()
-        self.register_buffer("filters", filters)
-        self.register_buffer("offset", offset)
-
-    def extra_repr(self) -> str:
-        count, _, size, _ = self.filters.shape
-        return f"{count} filters of {size} × {size}"
+        self.filters, self.offset = nn.Buffer(filters), nn.Buffer(offset)
 
 
 class PatchResponses(nn.Module):
@@ -238,14 +226,13 @@ class PatchResponses(nn.Module):
     """
 
     banks: Sequence[_Bank]
-    flat: Tensor
 
     def __init__(self, banks: Sequence[_Bank], flat: Tensor, settings: Mapping[str, Any]) -> None:
         super().__init__()
         self.banks = nn.ModuleList(banks)  # type: ignore[assignment]
-        self.register_buffer("flat", flat)
-        self.grids = _several(settings["grid"])
-        self.threshold, self.mirror = settings["threshold"], settings["mirror"]
+        self.flat = nn.Buffer(flat)
+        self.grids, self.mirror = _several(settings["grid"]), settings["mirror"]
+        self.threshold: float = settings["threshold"]
 
     @classmethod
     def learn(cls, images: Tensor, settings: Mapping[str, Any]) -> Self:
@@ -300,10 +287,6 @@ class PatchResponses(nn.Module):
                 pooled = adaptive_avg_pool2d(above, grid), -adaptive_avg_pool2d(below, grid)
                 maps += [part.flatten(1) for part in pooled]
         return (torch.cat(maps, 1) - self.threshold).clamp_min_(0)  # 0 but for rounding
-
-    def extra_repr(self) -> str:
-        """For the model's printout."""
-        return f"grids={self.grids}, threshold={self.threshold}, mirror={self.mirror}"
 
 
 def _deviation(images: Tensor, size: int, flat: Tensor) -> Tensor:
