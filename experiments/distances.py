@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,9 +15,12 @@ from torch.utils.data import DataLoader
 import dpspan
 from dpspan.app.config.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
+from dpspan.choose.subspaces import drawn
+from dpspan.public.data import PublicData, Samples
 from experiments.images import collate
 from experiments.runner import Place, Results, execute
 from experiments.schema import TrainingExperiment, digest_of, stated
+from experiments.transport import has_classes, transport_distance
 
 MODELS = ("probe", "real")
 MEASURES = {"gsd": "GSD", "captured_energy": "energy", "task2vec": "Task2Vec", "transport": "OT"}
@@ -90,9 +94,12 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
         data.public,
         rank=settings.rank,
         samples=settings.samples,
-        transport=run.model == "probe",  # once: it does not depend on the model
         seed=run.seed,
-    )
+    ).to_dict()
+    if run.model == "probe":  # once: it does not depend on the model
+        moved = transport(private, data.public, samples=settings.samples, seed=run.seed)
+        for row in ranking["rows"]:
+            row["unprivate_transport"] = moved[row["name"]]
     choice = choose_public(
         model,
         nn.CrossEntropyLoss(),
@@ -106,8 +113,23 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
     )
     return {
         **asdict(run),
-        "unprivate_ranking": ranking.to_dict(),
+        "unprivate_ranking": ranking,
         "choice": choice.name,
         "seconds": time.perf_counter() - start,
         "made": place.provenance(),
+    }
+
+
+def transport(
+    private: object, public: Mapping[str, object], *, samples: int, seed: int
+) -> dict[str, float]:
+    """The optimal-transport distance of each candidate, of the samples that `rank_public` draws."""
+    mine = drawn(private, samples, seed=seed, name="private", kind=Samples)
+    candidates = {
+        name: drawn(source, samples, seed=seed, name=name, kind=PublicData)
+        for name, source in public.items()
+    }
+    labelled = all(each.labelled and has_classes(each) for each in (mine, *candidates.values()))
+    return {
+        name: transport_distance(mine, each, labelled=labelled) for name, each in candidates.items()
     }

@@ -216,7 +216,7 @@ def _means(
     found: dict[str, list[float]] = {}
     for comparison in comparisons:
         for row in comparison["unprivate_ranking"]["rows"]:
-            value = row[f"unprivate_{key}"]
+            value = row.get(f"unprivate_{key}")
             if comparison["model"] == model and row["name"] in candidates and value is not None:
                 found.setdefault(row["name"], []).append(value)
     return {name: statistics.mean(values) for name, values in found.items()}

@@ -482,17 +482,18 @@ def test_a_private_loader_is_refused() -> None:
 @pytest.mark.parametrize(
     ("members", "error", "message"),
     [
-        (3, TypeError, "Cannot read members from a int"),
-        ([*random_labels(3, 1)], ValueError, "A batch of the members has 3 parts"),
-        ((torch.zeros(20, 10), torch.zeros(19)), ValueError, "Expected the members to be tensors"),
-        ((torch.zeros(20, 10), 1), ValueError, "Expected the members to be tensors"),
-        (torch.zeros(()), ValueError, "Expected the members to be tensors"),
-        (({}, None), ValueError, "Expected the members to be tensors"),
+        (3, TypeError, "Cannot read samples from a int"),
+        ([*random_labels(3, 1)], ValueError, "A batch of samples has 3 parts"),
+        ((torch.zeros(20, 10), torch.zeros(19)), ValueError, r"first dimensions of \[19, 20\]"),
+        ((torch.zeros(20, 10), 1), TypeError, "samples in the first dimension, got a int"),
+        (torch.zeros(()), TypeError, "got a tensor without dimensions"),
+        (({}, None), TypeError, "samples in the first dimension, got a NoneType"),
     ],
 )
 def test_what_cannot_be_read_is_refused(members: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         membership_inference(mlp(), members, random_labels(40, 2))
+    assert caught.value.__notes__ == ["This was said of the members."]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """Comparing public candidates without privacy: the parts, and the table that says what it is."""
 
-import builtins
-import importlib
 import json
-import math
 import re
 
 import numpy as np
@@ -16,19 +13,14 @@ from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose import (
     ProbeNetwork,
-    combined,
     gsd,
-    pictures,
     rank_public,
     unprivate_captured_energy,
 )
-from dpspan.choose.samples import drawn
-from dpspan.choose.subspaces import sample_gradients
-from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
-from dpspan.choose.transport import transport_distance
+from dpspan.choose.ranking import fisher_embedding, task2vec_distance
+from dpspan.choose.subspaces import drawn, sample_gradients
 from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import PublicData
-from helpers.needs import extra
+from dpspan.public.data import PublicData, Samples
 from helpers.oracle import top_directions
 
 CE = nn.CrossEntropyLoss()
@@ -56,14 +48,14 @@ def network():
 def test_so_many_samples_of_anything():
     x, y = images(50, 0), labels(50)
     forms = [x, (x, y), {"x": x}, TensorDataset(x, y), DataLoader(TensorDataset(x, y), 7)]
-    picked = [drawn(form, 20, seed=3, name="a") for form in forms]
+    picked = [drawn(form, 20, seed=3, name="a", kind=Samples) for form in forms]
     inputs = [data.batches[0][0] for data in picked]
     assert [data.count for data in picked] == [20] * 5
     for found in inputs[1], inputs[2]["x"], inputs[3], inputs[4]:
         assert torch.equal(found, inputs[0])  # the same ones, however they came
     assert {data.name for data in picked} == {"a"}
-    assert drawn(x, 20, seed=4, name="a").digest != picked[0].digest
-    assert drawn(x, 60, seed=3, name="a").count == 50
+    assert drawn(x, 20, seed=4, name="a", kind=Samples).digest != picked[0].digest
+    assert drawn(x, 60, seed=3, name="a", kind=Samples).count == 50
 
 
 def test_large_datasets_are_not_read_as_a_whole():
@@ -74,26 +66,8 @@ def test_large_datasets_are_not_read_as_a_whole():
             Counting.read += 1
             return super().__getitem__(index)
 
-    drawn(Counting(images(500, 0)), 10, seed=0, name="a")
+    drawn(Counting(images(500, 0)), 10, seed=0, name="a", kind=Samples)
     assert Counting.read == 10
-
-
-def test_several_datasets_as_one():
-    a, b = (images(30, 0), labels(30)), (images(40, 1), labels(40))
-    data = combined([a, b], 40, name="both")
-    assert (data.count, data.labelled, data.name) == (40, True, "both")
-    assert len(torch.cat([y for _, _, y in data.pieces()]).unique()) == 8  # no class in common
-    assert not combined([a, b[0]], 40).labelled
-    assert not combined([a, (b[0], b[1].float())], 40).labelled
-    with pytest.raises(ValueError, match=re.escape("at least 2 datasets to combine, got 1.")):
-        combined([a], 10)
-    with pytest.raises(ValueError, match=re.escape("at least 2, one of each dataset, got 1.")):
-        combined([a, b], 1)
-
-
-@pytest.mark.parametrize(("sizes", "count"), [((30, 40), 40), ((5, 40), 25), ((5, 7), 12)])
-def test_a_small_dataset_gives_what_it_has(sizes, count):
-    assert combined([images(n, 0) for n in sizes], 41).count == count
 
 
 # -- probe -----------------------------------------------------------------------------------------
@@ -191,56 +165,11 @@ def test_task2vec_distance():
     assert task2vec_distance(c, d) == pytest.approx(task2vec_distance(d, c))
 
 
-# -- transport -------------------------------------------------------------------------------------
-
-
-def points(x, y=None):
-    x = torch.tensor(x, dtype=torch.float64)
-    return PublicData.of(x if y is None else (x, torch.tensor(y)))
-
-
-def test_transport_by_hand():
-    extra("ot")
-    a, b = points([[0.0], [1.0]]), points([[3.0], [2.0]])
-    assert transport_distance(a, b, labelled=False) == pytest.approx(2.0)  # 0 → 2, 1 → 3
-    assert transport_distance(a, a, labelled=False) == 0.0
-    # One point a class: classes differ as their points do, and every square counts twice.
-    a, b = points([[0.0], [10.0]], [0, 1]), points([[0.5], [9.0]], [1, 0])
-    assert transport_distance(a, b, labelled=True) == pytest.approx(math.sqrt(0.25 + 1.0))
-
-
-def test_labels_count_in_transport():
-    extra("ot")
-    x = [[0.0], [1.0], [10.0], [11.0]]
-    same, other = points(x, [0, 0, 1, 1]), points(x, [0, 1, 0, 1])
-    assert transport_distance(same, same, labelled=True) == 0.0
-    assert transport_distance(same, other, labelled=False) == 0.0
-    assert transport_distance(same, other, labelled=True) > 1.0
-
-
-def test_transport_refusals():
-    extra("ot")
-    with pytest.raises(ValueError, match=re.escape("one size, got 1 numbers per sample in")):
-        transport_distance(points([[0.0]]), points([[0.0, 1.0]]), labelled=False)
-    with pytest.raises(ValueError, match="Expected classes as the labels of 'public': give whole"):
-        transport_distance(points([[0.0]]), points([[0.0]]), labelled=True)
-
-
-def test_transport_without_pot(monkeypatch):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=re.escape("pip install 'dpspan[choose]', or rank with")):
-        transport_distance(points([[0.0]]), points([[0.0]]), labelled=False)
-
-
 # -- the table -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def ranking():
-    extra("ot")
     candidates = {
         "far": (images(60, 2, stripes=True), labels(60)),
         "near": (images(60, 1), labels(60)),
@@ -253,31 +182,25 @@ def ranking():
         candidates,
         rank=6,
         samples=50,
-        combinations=[("near", "far")],
-        transport=True,
     )
 
 
 def test_rows_are_in_order_and_hold_what_the_parts_give(ranking):
-    assert [row.name for row in ranking.rows] == ["near", "near + far", "far"]
-    near, both, far = ranking.rows
-    mine = drawn(TensorDataset(images(80, 3), labels(80)), 50, seed=0, name="private")
-    data = drawn((images(60, 1), labels(60)), 50, seed=0, name="near")
+    assert [row.name for row in ranking.rows] == ["near", "far"]
+    near, far = ranking.rows
+    mine = drawn(TensorDataset(images(80, 3), labels(80)), 50, seed=0, name="private", kind=Samples)
+    data = drawn((images(60, 1), labels(60)), 50, seed=0, name="near", kind=PublicData)
     assert near.unprivate_gsd == pytest.approx(gsd(network(), CE, mine, data, 6), abs=1e-9)
     energy = unprivate_captured_energy(network(), CE, mine, data, 6).mean()
     assert near.unprivate_captured_energy == pytest.approx(float(energy), abs=1e-6)
-    transport = transport_distance(mine, data, labelled=True)
-    assert near.unprivate_transport == pytest.approx(transport)
-    assert near.unprivate_captured_energy > both.unprivate_captured_energy
-    assert both.unprivate_captured_energy > far.unprivate_captured_energy
+    assert near.unprivate_captured_energy > far.unprivate_captured_energy
     assert near.unprivate_task2vec < far.unprivate_task2vec
-    assert near.unprivate_transport < far.unprivate_transport
-    assert [row.samples for row in ranking.rows] == [50, 50, 50]
+    assert [row.samples for row in ranking.rows] == [50, 50]
 
 
 def test_all_pairs_are_there(ranking):
     pairs = ranking.unprivate_pairs
-    assert set(pairs) == {"private", "near", "far", "near + far"}
+    assert set(pairs) == {"private", "near", "far"}
     assert all(pairs[a][b] == pairs[b][a] for a in pairs for b in pairs)
     assert all(pairs[a][a] == 0.0 for a in pairs)
     assert pairs["private"]["near"] == ranking.rows[0].unprivate_gsd
@@ -286,7 +209,7 @@ def test_all_pairs_are_there(ranking):
 def test_it_says_that_it_is_not_private(ranking):
     text = str(ranking)
     assert "NOT PRIVATE" in text
-    assert "near + far" in text
+    assert "near" in text
     document = json.loads(ranking.to_json())
     assert document["private"] is False
     assert "NOT PRIVATE" in document["warning"]
@@ -300,62 +223,21 @@ def test_it_cannot_go_on_a_certificate(ranking):
         certificate(Ledger(), delta=1e-5, training={"ranking": ranking})
 
 
-def test_pictures(ranking, tmp_path):
-    for path in (ranking.plot(tmp_path / "bars.png"), ranking.cluster_map(tmp_path / "map.png")):
-        assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_pictures_are_titled(ranking, tmp_path, monkeypatch):
-    titles = []
-    monkeypatch.setattr(pictures, "bars", lambda *_, title: titles.append(title))
-    monkeypatch.setattr(pictures, "cluster_map", lambda *_, title: titles.append(title))
-    ranking.plot(tmp_path / "a.png")
-    ranking.cluster_map(tmp_path / "b.png")
-    assert len(titles) == 2
-    assert all("NOT PRIVATE" in title for title in titles)
-
-
-def test_pictures_without_matplotlib(ranking, tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=re.escape("pip install 'dpspan[choose]', or print the")):
-        ranking.plot(tmp_path / "bars.png")
-
-
 def test_looking_is_noted_but_not_what_was_seen():
     ledger = Ledger()
-    found = rank_public(
-        network(), CE, images(20, 3), {"near": images(20, 1)}, rank=3, ledger=ledger
-    )
-    assert found.rows[0].unprivate_transport is None
+    rank_public(network(), CE, images(20, 3), {"near": images(20, 1)}, rank=3, ledger=ledger)
     (warning,) = ledger.warnings
     assert warning == "unprivate: public data were ranked by private data, without noise"
     assert ledger.events == ()
 
 
 @pytest.mark.parametrize(
-    ("candidates", "combinations", "message"),
+    ("candidates", "message"),
     [
-        ({}, (), "Expected at least 1 public candidate, got none."),
-        ({"private": images(9, 1)}, (), "Expected no candidate of the name 'private': rename it."),
-        (
-            {"a": images(9, 1)},
-            [("a", "b")],
-            "Expected combinations of the names of candidates, got ['b'].",
-        ),
-        (
-            {"a": images(9, 1), "b": images(9, 2), "a + b": images(9, 3)},
-            [("a", "b")],
-            "Expected one candidate of the name 'a + b', got that combination beside it: rename",
-        ),
+        ({}, "Expected at least 1 public candidate, got none."),
+        ({"private": images(9, 1)}, "Expected no candidate of the name 'private': rename it."),
     ],
 )
-def test_rankings_that_cannot_be(candidates, combinations, message):
+def test_rankings_that_cannot_be(candidates, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        rank_public(network(), CE, images(9, 3), candidates, rank=2, combinations=combinations)
+        rank_public(network(), CE, images(9, 3), candidates, rank=2)

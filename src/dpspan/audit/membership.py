@@ -8,10 +8,11 @@ samples and the attack is evaluated on the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ import torch
 from scipy.stats import binomtest
 from sklearn.metrics import auc, roc_curve
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.public.data import move
+from dpspan.public.data import move, read
 from dpspan.public.losses import SampleCriterion, SampleLosses, check_one_each
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.randomness import seeded
 
 FEWEST = 20  # of each kind
@@ -94,13 +95,14 @@ def membership_inference(
     Args:
         model: the trained model.
         members: samples that it was trained on: a Dataset, DataLoader or tensors, with labels.
-            Give them without random augmentation. A DataLoader is read as it is.
+            Give them without random augmentation. A DataLoader is read
+            with its own collation.
         non_members: other samples of the same distribution, likewise. If they differ in anything
             but membership, the attack measures that difference too.
         loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion;
             labels are None for samples that have none.
         criterion: of the training; cross-entropy if neither it nor a loss is given.
-        batch_size: samples at a time; a DataLoader keeps its own.
+        batch_size: samples at a time, at the most.
         seed: for the halves, and for whatever the model or a DataLoader draws from torch.
 
     Examples:
@@ -113,8 +115,7 @@ def membership_inference(
         True
     """
     check_count("batch_size", batch_size)
-    whole = check_number("seed", seed)
-    expect(isinstance(whole, int) and 0 <= whole < 2**63, "seed a whole number >= 0", seed)
+    seed = check_seed(seed)
     losses_of = _sample_losses(loss, criterion)
     with seeded(model, seed), _evaluating(model), torch.no_grad():
         inside = _losses("members", members, losses_of, model, batch_size)
@@ -224,9 +225,7 @@ def _losses(
     device = torch.device("cpu") if tensor is None else tensor.device
     pieces = [np.empty(0)]
     for inputs, labels in _batches(name, source, batch_size):
-        samples = _samples(name, (inputs, labels))
-        if not samples:
-            continue
+        samples = len(tree_leaves(inputs)[0])
         losses = losses_of(model, move(inputs, device), move(labels, device))
         pieces.append(check_one_each(losses, samples).double().cpu().numpy())
     found = np.concatenate(pieces)
@@ -245,7 +244,7 @@ def _losses(
 
 
 def _batches(name: str, source: object, batch_size: int) -> Iterator[tuple[Any, Any]]:
-    """The batches of a set as (inputs, labels or None)."""
+    """The samples of a set, so many at a time, as (inputs, labels or None)."""
     if isinstance(source, PrivateLoader):
         raise TypeError(
             f"The {name} were given as a PrivateLoader, which draws records at random and leaves "
@@ -253,50 +252,15 @@ def _batches(name: str, source: object, batch_size: int) -> Iterator[tuple[Any, 
         )
     if isinstance(source, Dataset):
         source = DataLoader(source, batch_size=batch_size)
-    if isinstance(source, DataLoader):
-        for batch in source:
-            yield _parts(name, batch)
-    elif isinstance(source, Tensor | tuple | list | Mapping):
-        whole = _parts(name, source)
-        for rows in torch.arange(_samples(name, whole)).split(batch_size):
-            yield _rows(whole, rows)
-    else:
-        raise TypeError(
-            f"Cannot read {name} from a {type(source).__name__}: give a torch Dataset, a "
-            "DataLoader, tensors (x, y), or a dict of tensors."
-        )
-
-
-def _parts(name: str, batch: Any) -> tuple[Any, Any]:
-    """Inputs and labels, as Hugging Face has them if the batch is a mapping."""
-    if isinstance(batch, Mapping):
-        labels = batch.get("labels", batch.get("label"))
-        return {k: v for k, v in batch.items() if k not in ("labels", "label")}, labels
-    if not isinstance(batch, tuple | list):
-        return batch, None
-    if len(batch) not in (1, 2):
-        raise ValueError(
-            f"A batch of the {name} has {len(batch)} parts: give (inputs, labels), or a dict if "
-            "the model takes several inputs."
-        )
-    return batch[0], batch[1] if len(batch) == 2 else None
-
-
-def _samples(name: str, parts: tuple[Any, Any]) -> int:
-    leaves = [leaf for leaf in tree_leaves(parts) if leaf is not None]
-    sizes = {len(x) if isinstance(x, Tensor) and x.dim() else None for x in leaves}
-    size = sizes.pop() if len(sizes) == 1 else None
-    if size is None:
-        raise ValueError(
-            f"Expected the {name} to be tensors that all have the samples in their first "
-            "dimension. Give a Dataset, or a DataLoader whose collate_fn makes such tensors."
-        )
-    return size
-
-
-def _rows(parts: tuple[Any, Any], rows: Tensor) -> tuple[Any, Any]:
-    picked: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], parts)
-    return picked
+    try:
+        for batch in read(source):
+            for start in range(0, len(tree_leaves(batch)[0]), batch_size):
+                some = itemgetter(slice(start, start + batch_size))
+                inputs, *labels = tree_map(some, batch)
+                yield inputs, labels[0] if labels else None
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This was said of the {name}.")
+        raise
 
 
 @contextmanager

@@ -1,29 +1,30 @@
-"""Gradient subspace distance (GSD): how far apart the gradients of two datasets point.
+"""Two datasets compared by their gradients, not privately: nothing here adds noise.
 
-G_priv, G_pub per-sample gradients with random labels at the initial weights, V their top k right
-singular vectors, θ the principal angles between the two spans:
+Gradient subspace distance (GSD): G_priv, G_pub are per-sample gradients with random labels at the
+initial weights, V their top k right singular vectors, θ the principal angles between the two spans:
 
     GSD = √(k − Σ cos²θ) / √k    (the paper's Definition 3 lacks the √k that its numbers have)
-
-Not private: the number depends on the private batch, and nothing here adds noise.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
+    energies,
     evaluated,
+    own_gradients,
     principal_subspace,
     sample_gradients,
 )
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.public.gradients import Labels
 from dpspan.subspaces.subspace import Subspace
 
@@ -63,14 +64,40 @@ def gsd(
         0.0
     """
     model = evaluated(model)
-    sides = []
-    for name, batch in (("private", private_batch), ("public", public_batch)):
-        data = PublicData.of(batch, name=name)
+
+    def directions(data: Samples) -> Subspace:
         # One side at a time: its gradients are gone before those of the other are computed.
         gradients = sample_gradients(model, loss_fn, data, labels=labels, seed=seed, piece=piece)
-        sides.append(full_subspace(gradients, rank, of=name))
-        del gradients
-    return subspace_distance(*sides)
+        return full_subspace(gradients, rank, of=data.name)
+
+    private = directions(Samples.of(private_batch, name="private"))
+    return subspace_distance(private, directions(PublicData.of(public_batch, name="public")))
+
+
+def unprivate_captured_energy(
+    model: nn.Module,
+    loss_fn: Loss,
+    private_batch: object,
+    public_batch: object,
+    rank: int = 16,
+    *,
+    seed: int = 0,
+    piece: int = PIECE,
+) -> Tensor:
+    """The share of each private gradient's energy in the public subspace, (n,). NOT private.
+
+    By a criterion, private gradients have the labels they come with, as in training (random ones
+    if there are none), and public ones random labels; a function gets the labels that there are.
+    The arguments are those of `gsd`.
+    """
+    model = evaluated(model)
+    public = PublicData.of(public_batch, name="public")
+    gradients = sample_gradients(model, loss_fn, public, seed=seed, piece=piece)
+    subspace = principal_subspace(gradients, rank, of=public.name)
+    del gradients
+    private = Samples.of(private_batch, name="private")
+    own = own_gradients(model, loss_fn, private, seed=seed, piece=piece)
+    return energies(own, [subspace])[:, 0]
 
 
 def full_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
@@ -113,3 +140,41 @@ def _doubled(subspace: Subspace) -> PerSampleGradients:
     rows = {name: [Rows(basis.term(name).rows(0, basis.samples).double())] for name in basis.terms}
     like = basis.like.double()
     return PerSampleGradients(basis.shapes, rows, basis.samples, like=like, scale=basis.scale)
+
+
+class ProbeNetwork(nn.Module):
+    """The GSD paper's probe network, for models too large to compare datasets with.
+
+    Logits of images (n, channels, height, width) of any size; the same weights for a seed. By its
+    Table 5b: 64 filters of 8 × 8, stride 5; pool 2; 16 filters of 4 × 4, stride 3; pool 2; 144
+    units into the classes. 144 = 16 × 3 × 3 is what images of 224 × 224 give, so others are
+    resized to that. 30,782 parameters for 3 channels and 14 classes.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.choose import ProbeNetwork
+        >>> ProbeNetwork(channels=3, classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            self.layers = nn.Sequential(
+                nn.Conv2d(channels, 64, 8, stride=5),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(64, 16, 4, stride=3),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(16 * 3 * 3, classes),
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, for a softmax or (several labels per image) a sigmoid in the loss."""
+        if images.shape[-2:] != (224, 224):
+            images = interpolate(images, (224, 224), mode="bilinear", antialias=True)
+        logits: Tensor = self.layers(images)
+        return logits

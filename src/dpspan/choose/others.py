@@ -1,8 +1,8 @@
 """Does a record's score depend on the records beside it? Asked of public samples.
 
 A record may move its own score only. So public samples are scored, and again in another order, with
-other random numbers, and with half of them replaced by the worst company there is: the scores of
-the other half must not change. Private data are not read, so a refusal may be published.
+other random numbers, and with half of them replaced by the worst neighbours there are: the scores
+of the other half must not change. Private data are not read, so a refusal may be published.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from dpspan.choose.scores import Score
 from dpspan.choose.subspaces import Loss
 from dpspan.public.data import PublicData, move
-from dpspan.public.gradients import PublicPiece, RandomLabels
+from dpspan.public.gradients import Piece, RandomLabels
 from dpspan.public.losses import SampleCriterion, call
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.errors import UnsupportedModule
@@ -37,7 +37,7 @@ def _times(factor: float) -> Callable[[Tensor], Tensor]:
 # What one half of the samples is replaced by, then the other half, and so on: NaN, outliers, and
 # copies of one sample, which show in any maximum, mean or count. Those are last, where they also
 # show what a loss remembers of the batches before.
-_COMPANY: tuple[Callable[[Tensor], Tensor], ...] = (
+_NEIGHBOURS: tuple[Callable[[Tensor], Tensor], ...] = (
     _times(torch.nan),
     _times(1e4),
     lambda values: values[:1].expand_as(values),
@@ -45,7 +45,7 @@ _COMPANY: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
-def check_company(
+def check_independence(
     model: nn.Module,
     loss_fn: Loss,
     subspaces: Sequence[Subspace],
@@ -61,10 +61,10 @@ def check_company(
     alone = score(*batch)
     generator = torch.Generator().manual_seed(seed)
     same, beside = torch.randperm(len(alone), generator=generator).tensor_split(2)
-    for number, replaced in enumerate(_COMPANY, start=1):
+    for number, replaced in enumerate(_NEIGHBOURS, start=1):
         same, beside = beside, same
         order = torch.randperm(len(alone), generator=generator)
-        again = score(*_in_company(batch, replaced, beside, order), seed=number)[order.argsort()]
+        again = score(*_beside(batch, replaced, beside, order), seed=number)[order.argsort()]
         if bool(((again - alone)[same].abs() > _TOLERANCE).any()):
             raise UnsupportedModule(
                 "A sample's gradient depends on the other samples of its batch or on random "
@@ -75,7 +75,7 @@ def check_company(
             )
 
 
-def _in_company(
+def _beside(
     batch: tuple[Any, Any], replaced: Callable[[Tensor], Tensor], beside: Tensor, order: Tensor
 ) -> tuple[Any, Any]:
     def one(leaf: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _in_company(
 def _samples(
     model: nn.Module, loss_fn: Loss, data: PublicData, *, seed: int, piece: int
 ) -> tuple[Any, Any]:
-    """Inputs and labels of at most a piece, each sample once (a single one has itself for company).
+    """Inputs and labels of at most a piece, each sample once (a single one stands beside itself).
 
     Labels are random for a criterion, and the data's own for a function, as in `sample_gradients`.
     """
@@ -102,7 +102,7 @@ def _samples(
     if isinstance(loss_fn, nn.Module):
         scores = SampleCriterion(loss_fn, instead="loss_fn=").outputs(outputs, len(indices))
         source = RandomLabels(seed=seed).source(loss_fn, data)
-        labels = source(PublicPiece(0, indices, inputs, None), scores)
+        labels = source(Piece(0, indices, inputs, None), scores)
     if len(indices) > 1 or piece == 1:
         return inputs, labels
     twice: tuple[Any, Any] = tree_map_only(Tensor, lambda x: torch.cat([x, x]), (inputs, labels))

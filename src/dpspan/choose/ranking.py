@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.choose.energy import energies, own_gradients
 from dpspan.choose.gsd import full_subspace, subspace_distance
-from dpspan.choose.samples import combined, drawn
-from dpspan.choose.subspaces import PIECE, Loss, evaluated, sample_gradients
-from dpspan.choose.task2vec import fisher_embedding, task2vec_distance
-from dpspan.choose.transport import has_classes, transport_distance
-from dpspan.public.data import PublicData
+from dpspan.choose.subspaces import (
+    PIECE,
+    Loss,
+    drawn,
+    energies,
+    evaluated,
+    own_gradients,
+    sample_gradients,
+)
+from dpspan.gradients.layers.pairs import line_blocks
+from dpspan.gradients.numerics import exact
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
 
 _WARNING = "NOT PRIVATE: computed from private records without noise, for the operator's eyes only"
@@ -41,7 +48,6 @@ class UnprivateRow:
     unprivate_gsd: float
     unprivate_captured_energy: float  # mean over the private sample
     unprivate_task2vec: float
-    unprivate_transport: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,52 +66,26 @@ class UnprivateRanking:
         """`to_dict()` as a text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
-    def table(self) -> Table:
-        """For rich to print."""
-        with_transport = any(row.unprivate_transport is not None for row in self.rows)
+    def __rich__(self) -> Table:
         shown = Table(title=f"Public candidates, k = {self.rank} (NOT PRIVATE)", caption=_WARNING)
         shown.add_column("candidate")
-        headings = ["samples", "GSD ↓", "captured energy ↑", "Task2Vec ↓"]
-        for heading in [*headings, "transport ↓"] if with_transport else headings:
+        for heading in ("samples", "GSD ↓", "captured energy ↑", "Task2Vec ↓"):
             shown.add_column(heading, justify="right")
         for row in self.rows:
-            cells = [
+            shown.add_row(
+                row.name,
                 f"{row.samples:,}",
                 f"{row.unprivate_gsd:.3f}",
                 f"{row.unprivate_captured_energy:.3f}",
                 f"{row.unprivate_task2vec:.3f}",
-            ]
-            if row.unprivate_transport is not None:
-                cells.append(f"{row.unprivate_transport:.1f}")
-            shown.add_row(row.name, *cells)
+            )
         return shown
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.table()
 
     def __str__(self) -> str:
         console = Console(width=110, color_system=None)
         with console.capture() as capture:
-            console.print(self.table())
+            console.print(self)
         return capture.get()
-
-    def plot(self, path: str | Path) -> Path:
-        """Bars of GSD and captured energy, as a picture."""
-        from dpspan.choose.pictures import bars
-
-        columns = {
-            "GSD (smaller is closer)": [row.unprivate_gsd for row in self.rows],
-            "captured energy": [row.unprivate_captured_energy for row in self.rows],
-        }
-        return bars(Path(path), [row.name for row in self.rows], columns, title=_WARNING)
-
-    def cluster_map(self, path: str | Path) -> Path:
-        """The GSD of all pairs of datasets, the private sample among them, as a picture."""
-        from dpspan.choose.pictures import cluster_map
-
-        names = list(self.unprivate_pairs)
-        values = [[self.unprivate_pairs[a][b] for b in names] for a in names]
-        return cluster_map(Path(path), names, values, title=_WARNING)
 
 
 def rank_public(
@@ -116,8 +96,6 @@ def rank_public(
     *,
     rank: int = 16,
     samples: int = 2000,
-    combinations: Sequence[Sequence[str]] = (),
-    transport: bool = False,
     seed: int = 0,
     piece: int = PIECE,
     ledger: Ledger | None = None,
@@ -132,8 +110,6 @@ def rank_public(
         candidates: public datasets by name.
         rank: k, how many directions of each are compared.
         samples: how many samples of each dataset.
-        combinations: names of candidates to try together, [("a", "b")] for example.
-        transport: add the optimal-transport distance (the extra `choose`).
         seed: of the samples that are drawn and of their random labels.
         piece: samples run through the model at a time.
         ledger: where to note that this was looked at; the numbers themselves never go there.
@@ -149,35 +125,37 @@ def rank_public(
         >>> [row.name for row in table.rows]
         ['same', 'other']
     """
+    if not candidates:
+        raise ValueError("Expected at least 1 public candidate, got none.")
+    if _PRIVATE in candidates:
+        raise ValueError(f"Expected no candidate of the name {_PRIVATE!r}: rename it.")
     model = evaluated(model)
-    data = _candidates(candidates, combinations, samples, seed)
+    data = {
+        name: drawn(source, samples, seed=seed, name=name, kind=PublicData)
+        for name, source in candidates.items()
+    }
     if ledger is not None:
         ledger.warn(LOOKED_AT)
-    mine = drawn(private, samples, seed=seed, name=_PRIVATE)
-    portraits = {
-        name: _portrait(model, loss_fn, each, rank, seed, piece)
-        for name, each in {_PRIVATE: mine, **data}.items()
-    }
+    mine = drawn(private, samples, seed=seed, name=_PRIVATE, kind=Samples)
+    subspaces: dict[str, Subspace] = {}
+    fishers: dict[str, Tensor] = {}
+    for each in (mine, *data.values()):
+        gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
+        fishers[each.name] = fisher_embedding(gradients)
+        subspaces[each.name] = full_subspace(gradients, rank, of=each.name)
+        del gradients
     own = own_gradients(model, loss_fn, mine, seed=seed, piece=piece)
-    captured = energies(own, [portraits[name].subspace for name in data]).mean(0).tolist()
-    del own
-    pairs: dict[str, dict[str, float]] = {name: {name: 0.0} for name in portraits}
-    for a, b in itertools.combinations(portraits, 2):
-        apart = subspace_distance(portraits[a].subspace, portraits[b].subspace)
-        pairs[a][b] = pairs[b][a] = apart
-    labelled = transport and all(each.labelled and has_classes(each) for each in data.values())
-    labelled = labelled and mine.labelled and has_classes(mine)
-    own_fisher = portraits[_PRIVATE].fisher
+    captured = energies(own, [subspaces[name] for name in data]).mean(0).tolist()
+    pairs: dict[str, dict[str, float]] = {name: {name: 0.0} for name in subspaces}
+    for a, b in itertools.combinations(subspaces, 2):
+        pairs[a][b] = pairs[b][a] = subspace_distance(subspaces[a], subspaces[b])
     rows = [
         UnprivateRow(
             name=name,
             samples=each.count,
             unprivate_gsd=pairs[_PRIVATE][name],
             unprivate_captured_energy=energy,
-            unprivate_task2vec=task2vec_distance(own_fisher, portraits[name].fisher),
-            unprivate_transport=(
-                transport_distance(mine, each, labelled=labelled) if transport else None
-            ),
+            unprivate_task2vec=task2vec_distance(fishers[_PRIVATE], fishers[name]),
         )
         for (name, each), energy in zip(data.items(), captured, strict=True)
     ]
@@ -185,41 +163,32 @@ def rank_public(
     return UnprivateRanking(rows=tuple(rows), rank=rank, unprivate_pairs=pairs)
 
 
-@dataclass(frozen=True)
-class _Portrait:
-    """What is kept of a dataset when its gradients are gone."""
-
-    subspace: Subspace
-    fisher: Tensor
-
-
-def _portrait(
-    model: nn.Module, loss_fn: Loss, data: PublicData, rank: int, seed: int, piece: int
-) -> _Portrait:
-    gradients = sample_gradients(model, loss_fn, data, seed=seed, piece=piece)
-    fisher = fisher_embedding(gradients)
-    return _Portrait(full_subspace(gradients, rank, of=data.name), fisher)
+# -- Task2Vec: datasets as diagonals of Fisher information matrices -------------------------------
+#
+# F = mean of g², averaged within each filter. Task2Vec trains the probe's last layer on each task
+# first and uses its labels; here the probe is as it is and labels are random, since candidates need
+# not have labels of the private task.
 
 
-def _candidates(
-    candidates: Mapping[str, object], together: Sequence[Sequence[str]], samples: int, seed: int
-) -> dict[str, PublicData]:
-    if not candidates:
-        raise ValueError("Expected at least 1 public candidate, got none.")
-    if _PRIVATE in candidates:
-        raise ValueError(f"Expected no candidate of the name {_PRIVATE!r}: rename it.")
-    unknown = sorted({name for names in together for name in names} - set(candidates))
-    if unknown:
-        raise ValueError(f"Expected combinations of the names of candidates, got {unknown}.")
-    data = {
-        name: drawn(source, samples, seed=seed, name=name) for name, source in candidates.items()
-    }
-    for names in together:
-        joint = " + ".join(names)
-        if joint in data:
-            raise ValueError(
-                f"Expected one candidate of the name {joint!r}, got that combination beside it: "
-                "rename the candidate, or leave the combination out."
-            )
-        data[joint] = combined([data[name] for name in names], samples, seed=seed, name=joint)
-    return data
+@exact()
+def fisher_embedding(gradients: PerSampleGradients) -> Tensor:
+    """F, one number per output neuron or channel of each parameter, float64."""
+    means = []
+    for name, shape in gradients.shapes.items():
+        filters = shape[0] if shape else 1
+        width = shape.numel() // max(1, filters)
+        term = gradients.term(name)
+        for rows, _ in line_blocks(term, term, shape):
+            squares = rows.square().double().mean(0)
+            means.append(squares.unflatten(0, (-1, width)).mean(1))
+    return gradients.scale**2 * torch.cat(means)
+
+
+def task2vec_distance(first: Tensor, second: Tensor) -> float:
+    """Cosine distance of two embeddings, each divided by the sum of both; 0 to 1."""
+    total = first + second
+    a, b = (torch.where(total > 0, f / total, 0.0) for f in (first, second))
+    lengths = a.norm() * b.norm()
+    if not bool(lengths > 0):
+        return 0.0 if bool((first == second).all()) else 1.0
+    return float((1 - (a @ b) / lengths).clamp(0, 1))

@@ -1,6 +1,6 @@
 """`choose_public`: which public data to train with, decided by private records with ε-DP.
 
-Record i gives candidate j the score s_ij = ‖V_jᵀ g_i‖² / ‖g_i‖² (see `energy`), between 0 and 1.
+Record i gives candidate j the score s_ij = ‖V_jᵀ g_i‖² / ‖g_i‖² (captured energy), between 0 and 1.
 V_j comes from public data and public weights alone; q_j = Σ_i s_ij.
 
 The guarantee: s_ij depends on record i and on public things only. So adding a record raises every
@@ -26,21 +26,20 @@ from torch import nn
 
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
-from dpspan.choose.others import check_company
+from dpspan.choose.others import check_independence
 from dpspan.choose.picking import pick_named
-from dpspan.choose.records import private_loader, sampled_batches
-from dpspan.choose.samples import drawn
-from dpspan.choose.scores import UNIT, Score, totals
+from dpspan.choose.scores import UNIT, Score, private_loader, sampled_batches, totals
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
+    drawn,
     evaluated,
     principal_subspace,
     sample_gradients,
 )
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import refuse_overlap
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.processes import refuse_several_processes
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
@@ -125,6 +124,7 @@ def choose_public(
         True
     """
     refuse_several_processes()
+    seed = check_seed(seed)
     epsilon, sample_rate = _checked(epsilon, sample_rate)
     check_count("piece", piece)
     if threshold is not None:
@@ -141,14 +141,17 @@ def choose_public(
     model = evaluated(model)
     event = pure_event(epsilon)
     ledger.reserve(event, 1)  # before the work: a choice that cannot be paid for is not computed
-    data = {name: drawn(each, samples, seed=seed, name=name) for name, each in candidates.items()}
+    data = {
+        name: drawn(each, samples, seed=seed, name=name, kind=PublicData)
+        for name, each in candidates.items()
+    }
     subspaces = []
     for name, each in data.items():
         gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
         subspaces.append(principal_subspace(gradients, rank, of=name))
         del gradients
     for each in data.values():
-        check_company(model, loss_fn, subspaces, each, seed=seed, piece=piece)
+        check_independence(model, loss_fn, subspaces, each, seed=seed, piece=piece)
     # Private records are not read before this line, so no refusal above tells anything of them.
     for each in data.values():
         refuse_overlap(each, loader.dataset, loader.collate_fn)

@@ -1,27 +1,50 @@
-"""The principal gradient subspace of a dataset, with its basis written out.
+"""The gradients of a dataset's samples, the subspace they span, and what lies in it.
 
-k × p numbers, whatever the number of samples: what a dataset is compared by once its gradients
-have been let go.
+A subspace has its basis written out: k × p numbers, whatever the number of samples. It is what a
+dataset is compared by once its gradients have been let go.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 
 from dpspan.gradients.capture import captures_on
+from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
+from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
-from dpspan.public.data import PublicData
-from dpspan.public.gradients import Labels, PublicGradientSource, RandomLabels, labels_of
+from dpspan.public.data import Samples
+from dpspan.public.gradients import Labels, Piece, RandomLabels, labels_of, losses_by
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.checks import check_count, check_seed
+from dpspan.support.randomness import seeded
 
 PIECE = 256  # samples run through the model at a time
 Loss = Callable[..., Tensor]  # a criterion, or (model, inputs[, labels]) → one loss per sample
+_S = TypeVar("_S", bound=Samples)
+
+
+def drawn(source: object, samples: int, *, seed: int, name: str, kind: type[_S]) -> _S:
+    """At most `samples` of a dataset, by a seed that is no secret; of a large one only those."""
+    check_count("samples", samples)
+
+    def chosen(count: int) -> Tensor:
+        picked = np.random.default_rng([seed, count]).choice(count, samples, replace=False)
+        return torch.from_numpy(np.sort(picked))
+
+    if isinstance(source, Dataset) and hasattr(source, "__len__") and len(source) > samples:
+        source = Subset(source, chosen(len(source)).tolist())
+    data = replace(kind.of(source, name=name), name=name)
+    return data if data.count <= samples else data.take(chosen(data.count))
 
 
 def evaluated(model: nn.Module) -> nn.Module:
@@ -41,7 +64,7 @@ def evaluated(model: nn.Module) -> nn.Module:
 def sample_gradients(
     model: nn.Module,
     loss_fn: Loss,
-    data: PublicData,
+    data: Samples,
     *,
     labels: str | Labels = "random",
     seed: int = 0,
@@ -52,24 +75,32 @@ def sample_gradients(
     With a criterion as `loss_fn` the labels are drawn for the model's classes ("random") or are
     the data's own ("real"). A function `loss_fn(model, inputs[, labels])` gets what the data hold.
     """
+    piece, seed = check_count("piece", piece), check_seed(seed)
     criterion = loss_fn if isinstance(loss_fn, nn.Module) else None
     if criterion is None:
         _check_arguments(loss_fn, data)
     chosen = RandomLabels(seed=seed) if labels == "random" else labels_of(labels)
-    make = PublicGradientSource(
-        model=model,
-        data=data,
-        labels=chosen,
-        criterion=criterion,
-        loss=loss_fn if criterion is None else None,
-        samples=data.count,
-        piece=piece,
-        seed=seed,
-    )
-    return make(0)
+    if chosen.real and not data.labelled:
+        raise ValueError(
+            f"Expected labels in '{data.name}', as real labels were asked for: give (inputs, "
+            "labels), or pass labels='random'."
+        )
+    losses = losses_by(criterion, loss_fn if criterion is None else None, chosen, data)
+    model = copy.deepcopy(model)  # so that nothing that these samples leave in it reaches others
+    device = next(model.parameters()).device
+
+    def gradients(part: Piece) -> PerSampleGradients:
+        return per_sample_gradients(
+            model, lambda model, _: losses(model, part), part.inputs, check=False
+        )
+
+    with torch.enable_grad(), seeded(model, seed):
+        return PerSampleGradients.concatenate(
+            [gradients(Piece(0, *part)) for part in data.pieces(piece, device=device)]
+        )
 
 
-def _check_arguments(loss: Loss, data: PublicData) -> None:
+def _check_arguments(loss: Loss, data: Samples) -> None:
     """A function gets the labels that samples come with: nobody could draw them for it."""
     try:
         signature = inspect.signature(loss)
@@ -89,6 +120,14 @@ def _check_arguments(loss: Loss, data: PublicData) -> None:
         ) from None
 
 
+def own_gradients(
+    model: nn.Module, loss_fn: Loss, private: Samples, *, seed: int, piece: int
+) -> PerSampleGradients:
+    """Gradients with the data's own labels, as in training, or random ones if there are none."""
+    labels = "real" if private.labelled else "random"
+    return sample_gradients(model, loss_fn, private, labels=labels, seed=seed, piece=piece)
+
+
 def principal_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
     """The top `rank` directions; ValueError if the gradients are not finite or span none."""
     subspace = Subspace.from_gradients(gradients, rank)
@@ -103,3 +142,17 @@ def principal_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> 
             "initial weights, and samples that it can still learn from."
         )
     return subspace.explicit()
+
+
+@exact()
+def energies(gradients: PerSampleGradients, subspaces: Sequence[Subspace]) -> Tensor:
+    """Captured energy: s_ij = ‖V_jᵀ g_i‖² / ‖g_i‖² of gradient i in subspace j, float64.
+
+    Always between 0 and 1, whatever the bases are; 0 for a gradient of zero or that is not finite.
+    """
+    bases = PerSampleGradients.concatenate([subspace.gradients for subspace in subspaces])
+    products = gradients.gram(bases).square()  # all candidates at once: rows are made only once
+    parts = products.split([subspace.dimensions for subspace in subspaces], dim=1)
+    inside = torch.stack([part.sum(1) for part in parts], dim=1)
+    norms = gradients.norms().square().unsqueeze(1)
+    return (inside / norms).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)

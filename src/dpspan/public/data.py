@@ -1,4 +1,4 @@
-"""Public data: read once, held in memory, known by its digest.
+"""Samples, and those that are public: read once, held in memory, known by their digest.
 
 A batch is a tensor (inputs), a tuple or list (inputs,) or (inputs, labels), or a mapping as Hugging
 Face makes them: the labels under "labels" or "label", everything else inputs. Every tensor has the
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -38,18 +38,11 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class PublicData:
-    """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
+class Samples:
+    """Samples of a dataset, held in memory on the CPU; made by `of`.
 
-    Two of them are equal if their names and contents are, however the samples were batched.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
-        >>> data = dpspan.PublicData.of((images, labels), name="scans")
-        >>> data.name, data.count, data.labelled
-        ('scans', 100, True)
+    Says nothing of who may see them: a private batch is one as well. Two of them are equal if
+    their names and contents are, however the samples were batched.
     """
 
     name: str
@@ -61,29 +54,34 @@ class PublicData:
     # Of data that a frozen layer has been applied to: the fingerprints before (`encode_public`).
     raw: tuple[bytes, ...] | None = field(default=None, repr=False, compare=False)
 
+    what: ClassVar[str] = "data"  # in errors
+
     @classmethod
-    def of(cls, source: object, *, name: str = "public") -> PublicData:
+    def of(cls, source: object, *, name: str) -> Self:
         """Read a map-style dataset, a DataLoader, a tensor, (x,), (x, y) or a dict of tensors.
 
         A DataLoader keeps its collation and its batch size; one that shuffles is read in the order
         of its dataset, so that the same data have the same digest, and the same random labels, in
         every run. Random augmentation is frozen as it was when the data were read.
         """
-        if isinstance(source, PublicData):
+        if isinstance(source, cls):
             return source
         expect(isinstance(name, str), "name to be a text", name)
-        read = [batch for batch in map(_hold, batches_of(source)) if _samples(batch)]
-        if not read:
-            raise ValueError(f"The public data '{name}' are empty: give at least one sample.")
-        if len({len(batch) for batch in read}) > 1:
+        batches = list(read(source))
+        if not batches:
+            raise ValueError(f"The {cls.what} '{name}' are empty: give at least one sample.")
+        if len({len(batch) for batch in batches}) > 1:
             raise ValueError(
-                f"Some batches of the public data '{name}' have labels and some have none: give "
+                f"Some batches of the {cls.what} '{name}' have labels and some have none: give "
                 "all of them labels, or none."
             )
         by_loader = isinstance(source, DataLoader)
-        largest_piece = max(map(_samples, read)) if by_loader else _READ
-        batches = _joined(read)
-        _check_finite(name, batches)
+        return cls._held(name, batches, max(map(_samples, batches)) if by_loader else _READ)
+
+    @classmethod
+    def _held(cls, name: str, parts: list[tuple[Any, ...]], largest_piece: int) -> Self:
+        batches = _joined(parts)
+        _check_finite(f"{cls.what} '{name}'", batches)
         return cls(
             name=name,
             count=sum(map(_samples, batches)),
@@ -92,6 +90,17 @@ class PublicData:
             batches=batches,
             largest_piece=largest_piece,
         )
+
+    def take(self, chosen: Tensor) -> Self:
+        """Some of the samples, by their sorted indices."""
+        pieces = self.pieces(chosen=chosen)
+        batches = [(inputs,) if y is None else (inputs, y) for _, inputs, y in pieces]
+        held = self._held(self.name, batches, self.largest_piece)
+        if self.raw is None:
+            return held
+        # Data that a layer has been applied to are known by what they were before.
+        raw = tuple(self.raw[index] for index in chosen.tolist())
+        return replace(held, raw=raw, digest=hashlib.sha256(b"".join(raw)).hexdigest())
 
     def pieces(
         self,
@@ -118,7 +127,7 @@ class PublicData:
                 yield part, inputs, labels[0] if labels else None
             first = last
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PublicData:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: it never changes, and models that hold it are copied often."""
         return self
 
@@ -130,6 +139,34 @@ class PublicData:
         return chosen
 
 
+@dataclass(frozen=True)
+class PublicData(Samples):
+    """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
+
+    Two of them are equal if their names and contents are, however the samples were batched.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
+        >>> data = dpspan.PublicData.of((images, labels), name="scans")
+        >>> data.name, data.count, data.labelled
+        ('scans', 100, True)
+    """
+
+    what: ClassVar[str] = "public data"
+
+    @classmethod
+    def of(cls, source: object, *, name: str = "public") -> Self:
+        """Declare data public, and read them as `Samples.of` does."""
+        if type(source) is Samples:
+            raise TypeError(
+                f"The samples '{source.name}' are not declared public, and may be private: only "
+                "data that anybody may see can become PublicData."
+            )
+        return super().of(source, name=name)
+
+
 def move(inputs: Any, device: torch.device) -> Any:
     """Every tensor of a batch on a device."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), inputs)
@@ -138,11 +175,16 @@ def move(inputs: Any, device: torch.device) -> Any:
 # -- reading ------------------------------------------------------------------------------------
 
 
+def read(source: object) -> Iterator[tuple[Any, ...]]:
+    """The batches as (inputs,) or (inputs, labels) of CPU tensors, without empty ones."""
+    return (batch for batch in map(_hold, batches_of(source)) if _samples(batch))
+
+
 @singledispatch
 def batches_of(source: Any) -> Iterable[Any]:
-    """The batches of anything that can be public data."""
+    """The batches of anything that samples can be read from."""
     raise TypeError(
-        f"Cannot read public data from a {type(source).__name__}: give a map-style torch Dataset, "
+        f"Cannot read samples from a {type(source).__name__}: give a map-style torch Dataset, "
         "a DataLoader (it reads any dataset), a tensor of inputs, (x,), (x, y), or a dict of "
         "tensors."
     )
@@ -160,7 +202,7 @@ def _(source: Any) -> Iterable[Any]:
 def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
     if not hasattr(source, "__len__"):
         raise TypeError(
-            f"The public dataset ({type(source).__name__}) has no length: give a map-style "
+            f"The dataset ({type(source).__name__}) has no length: give a map-style "
             "dataset, or a DataLoader over a dataset that ends."
         )
     return (batch for _, batch in in_order(source, _READ, default_collate))
@@ -169,7 +211,7 @@ def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
 @batches_of.register
 def _(source: IterableDataset) -> Iterable[Any]:  # type: ignore[type-arg]
     raise TypeError(
-        f"The public dataset ({type(source).__name__}) is an IterableDataset: give a DataLoader "
+        f"The dataset ({type(source).__name__}) is an IterableDataset: give a DataLoader "
         "over it (it must end, as everything is held in memory)."
     )
 
@@ -230,7 +272,7 @@ def _hold(batch: Any) -> tuple[Any, ...]:
     """(inputs,) or (inputs, labels) of plain dicts, tuples and CPU tensors."""
     if isinstance(batch, tuple | list) and len(batch) not in (1, 2):
         raise ValueError(
-            f"A batch of the public data has {len(batch)} parts: give (inputs,) or (inputs, "
+            f"A batch of samples has {len(batch)} parts: give (inputs,) or (inputs, "
             "labels), or a dict if the model takes several inputs."
         )
     labels: tuple[Any, ...] = ()
@@ -238,7 +280,7 @@ def _hold(batch: Any) -> tuple[Any, ...]:
         labels = tuple(batch[key] for key in _LABEL_KEYS if key in batch)
         if len(labels) == 2 or len(batch) == len(labels):
             raise ValueError(
-                "A batch of the public data has the keys "
+                "A batch of samples has the keys "
                 f"{sorted(map(str, batch))}: give inputs, and labels under one of {_LABEL_KEYS}."
             )
     elif isinstance(batch, tuple | list):
@@ -247,7 +289,7 @@ def _hold(batch: Any) -> tuple[Any, ...]:
     sizes = sorted({leaf.shape[0] for _, leaf in leaves(held)})
     if len(sizes) != 1:
         raise ValueError(
-            "Expected every tensor of the public data to have the samples in its first dimension, "
+            "Expected every tensor of a batch to have the samples in its first dimension, "
             f"got first dimensions of {sizes}."
         )
     return held
@@ -268,7 +310,7 @@ def _plain(tree: Any) -> Any:
     if not isinstance(tree, Tensor) or tree.dim() == 0:
         what = "tensor without dimensions" if isinstance(tree, Tensor) else type(tree).__name__
         raise TypeError(
-            "Expected batches of public data to hold tensors with the samples in the first "
+            "Expected batches to hold tensors with the samples in the first "
             f"dimension, got a {what}. Give a DataLoader whose collate_fn makes such tensors."
         )
     tensor = tree.detach().cpu()
@@ -310,12 +352,12 @@ def _layout(batch: tuple[Any, ...]) -> list[tuple[str, torch.dtype, torch.Size]]
     return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(batch)]
 
 
-def _check_finite(name: str, batches: Iterable[tuple[Any, ...]]) -> None:
+def _check_finite(what: str, batches: Iterable[tuple[Any, ...]]) -> None:
     finite = torch.cat([_finite(batch) for batch in batches])
     bad = (~finite).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
-            f"{len(bad)} of the {len(finite)} samples of the public data '{name}' hold NaN or "
+            f"{len(bad)} of the {len(finite)} samples of the {what} hold NaN or "
             f"infinity in their inputs or labels (the first is sample {bad[0]}): leave them out."
         )
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.public.losses import (
     SampleCriterion,
     call,
@@ -44,16 +44,16 @@ def _stream(seed: int, refresh: int, purpose: int) -> np.random.Generator:
 # -- labels -------------------------------------------------------------------------------------
 
 
-class PublicPiece(NamedTuple):
-    """Public samples on the model's device, and the refresh they are used in."""
+class Piece(NamedTuple):
+    """Samples on the model's device, and the refresh that they are used in."""
 
     refresh: int
-    indices: Tensor  # which samples of the public data they are, on the CPU
+    indices: Tensor  # which samples of the data they are, on the CPU
     inputs: Any
     labels: Any | None
 
 
-LabelSource = Callable[[PublicPiece, Tensor], Any]  # from a piece and the model's outputs for it
+LabelSource = Callable[[Piece, Tensor], Any]  # from a piece and the model's outputs for it
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class RealLabels:
 
     real: ClassVar[bool] = True  # whether they are the data's own
 
-    def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
+    def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         """The data's own labels, checked once the model's classes are known."""
 
         @cache
         def check(outputs: torch.Size) -> None:
             check_classes(data, outputs, criterion)
 
-        def labels(piece: PublicPiece, outputs: Tensor) -> Any:
+        def labels(piece: Piece, outputs: Tensor) -> Any:
             check(outputs.shape[1:])
             return piece.labels
 
@@ -104,7 +104,7 @@ class RandomLabels:
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
-    def source(self, criterion: nn.Module, data: PublicData) -> LabelSource:
+    def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         """Labels as the criterion takes them, drawn when the outputs' shape is known.
 
         ValueError if none are known for this criterion.
@@ -118,7 +118,7 @@ class RandomLabels:
             )
         drawn: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}  # of one refresh
 
-        def labels(piece: PublicPiece, outputs: Tensor) -> Tensor:
+        def labels(piece: Piece, outputs: Tensor) -> Tensor:
             form = piece.refresh if self.redraw else 0, outputs.shape[1:], outputs.dtype
             if form not in drawn:
                 if any(refresh != form[0] for refresh, _, _ in drawn):
@@ -182,8 +182,8 @@ def losses_by(
     criterion: nn.Module | None,
     loss: Callable[..., Tensor] | None,
     labels: Labels,
-    data: PublicData,
-) -> Callable[[nn.Module, PublicPiece], Tensor]:
+    data: Samples,
+) -> Callable[[nn.Module, Piece], Tensor]:
     """One loss per sample of the data: by the function if there is one, else by the criterion."""
     if loss is not None:
         return lambda model, piece: loss(
@@ -197,7 +197,7 @@ def losses_by(
     unreduced = SampleCriterion(criterion, instead="public_loss=")
     source = labels.source(criterion, data)
 
-    def losses(model: nn.Module, piece: PublicPiece) -> Tensor:
+    def losses(model: nn.Module, piece: Piece) -> Tensor:
         with explained(f"Public inputs of {shapes(piece.inputs)} do not fit the model"):
             returned = call(model, piece.inputs)
         outputs = unreduced.outputs(returned, len(piece.indices))
@@ -243,14 +243,14 @@ class PublicGradientSource:
         """The gradients for refresh number `refresh`; leaves the model as it was."""
         with torch.enable_grad(), _on_copies(self._model, self._generator(refresh, _MODEL)):
             return PerSampleGradients.concatenate(
-                [self._gradients(PublicPiece(refresh, *piece)) for piece in self._pieces(refresh)]
+                [self._gradients(Piece(refresh, *piece)) for piece in self._pieces(refresh)]
             )
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
         with torch.no_grad(), _on_copies(self._model, self._generator(0, _MODEL)):
             piece = next(self.data.pieces(1, device=_device(self._model)))
-            losses = self._losses(self._model, PublicPiece(0, *piece))
+            losses = self._losses(self._model, Piece(0, *piece))
         check_one_each(losses, 1, of="public_loss")
 
     def _pieces(self, refresh: int) -> Iterable[_Piece]:
@@ -268,7 +268,7 @@ class PublicGradientSource:
     def _generator(self, refresh: int, purpose: int) -> np.random.Generator:
         return _stream(self._seed, refresh, purpose)
 
-    def _gradients(self, piece: PublicPiece) -> PerSampleGradients:
+    def _gradients(self, piece: Piece) -> PerSampleGradients:
         return per_sample_gradients(
             self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dpspan.public.data import PublicData
+from dpspan.public.data import Samples
 from dpspan.support.errors import DPSpanError
 
 SampleLosses = Callable[..., Tensor]  # loss(model, inputs, labels): one loss per sample
@@ -86,7 +86,7 @@ def check_one_each(losses: Any, samples: int, *, of: str = "loss") -> Tensor:
     return losses
 
 
-def check_classes(data: PublicData, outputs: Sequence[int], criterion: nn.Module) -> None:
+def check_classes(data: Samples, outputs: Sequence[int], criterion: nn.Module) -> None:
     """Class labels must be the model's classes: a GPU's own error would end the process.
 
     `outputs` is the shape of the outputs for one sample.

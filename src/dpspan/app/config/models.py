@@ -120,7 +120,7 @@ class ProbeSection(ModelSection):
     def make(self, data: Loaded) -> nn.Module:
         import torch
 
-        from dpspan.choose.probe_network import ProbeNetwork
+        from dpspan.choose import ProbeNetwork
 
         channels, *_ = _image_shape(self.name, data)
         seed = int(torch.randint(2**31, ()))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpspan.public.data import PublicData
+from dpspan.public.data import Samples
 
 
-def transport_distance(first: PublicData, second: PublicData, *, labelled: bool) -> float:
+def transport_distance(first: Samples, second: Samples, *, labelled: bool) -> float:
     """The root of the mean cost of the cheapest way to move one dataset onto the other."""
     ot = _pot()
     (x, y), (other, z) = _points(first), _points(second)
@@ -35,7 +35,7 @@ def transport_distance(first: PublicData, second: PublicData, *, labelled: bool)
     return math.sqrt(max(0.0, total))
 
 
-def has_classes(data: PublicData) -> bool:
+def has_classes(data: Samples) -> bool:
     """Whether its labels are classes."""
     return all(
         isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() == 1
@@ -48,12 +48,11 @@ def _pot() -> Any:
         return importlib.import_module("ot")
     except ImportError as error:
         raise ImportError(
-            "The optimal-transport distance needs the package POT: pip install 'dpspan[choose]', "
-            "or rank without transport=True."
+            "The optimal-transport distance needs the package POT: pip install 'dpspan[bench]'."
         ) from error
 
 
-def _points(data: PublicData) -> tuple[Tensor, list[Any]]:
+def _points(data: Samples) -> tuple[Tensor, list[Any]]:
     """All samples as rows of numbers, and their labels."""
     rows, labels = [], []
     for _, inputs, given in data.pieces():
@@ -63,7 +62,7 @@ def _points(data: PublicData) -> tuple[Tensor, list[Any]]:
     return torch.cat(rows), labels
 
 
-def _classes(data: PublicData, labels: list[Any]) -> Tensor:
+def _classes(data: Samples, labels: list[Any]) -> Tensor:
     if not has_classes(data):
         raise ValueError(
             f"Expected classes as the labels of '{data.name}': give whole numbers, one a sample, "
