@@ -206,6 +206,7 @@ def losses_by(
     return losses
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PublicGradientSource:
     """The per-sample gradients of public data at the model's present parameters.
 
@@ -214,63 +215,61 @@ class PublicGradientSource:
     it gets labels where there are any. Without it the loss is the run's `criterion`.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        data: PublicData,
-        labels: Labels,
-        criterion: nn.Module | None,
-        loss: Callable[..., Tensor] | None,
-        samples: int,
-        piece: int | None,
-        seed: int = 0,
-    ) -> None:
-        if labels.real and not data.labelled:
+    model: nn.Module
+    data: PublicData
+    labels: Labels
+    criterion: nn.Module | None
+    loss: Callable[..., Tensor] | None
+    samples: int
+    piece: int | None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.labels.real and not self.data.labelled:
             raise ValueError(
-                f"public_labels are real, but the public data '{data.name}' have no labels: give "
-                "(inputs, labels), or pass public_labels='random'."
+                f"public_labels are real, but the public data '{self.data.name}' have no labels: "
+                "give (inputs, labels), or pass public_labels='random'."
             )
-        self.data, self._model = data, model
-        self._losses = losses_by(criterion, loss, labels, data)
-        self.count = min(check_count("samples", samples), data.count)  # per refresh
-        self.fixed = self.count == data.count  # the same samples at every refresh
-        self._piece = None if piece is None else check_count("piece", piece)
-        self._seed = check_seed(seed)
+        self._losses = losses_by(self.criterion, self.loss, self.labels, self.data)
+        self.count = min(check_count("samples", self.samples), self.data.count)  # per refresh
+        self.fixed = self.count == self.data.count  # the same samples at every refresh
+        if self.piece is not None:
+            check_count("piece", self.piece)
+        check_seed(self.seed)
         self._on_device: tuple[torch.device, list[_Piece]] | None = None
 
     def __call__(self, refresh: int) -> PerSampleGradients:
         """The gradients for refresh number `refresh`; leaves the model as it was."""
-        with torch.enable_grad(), _on_copies(self._model, self._generator(refresh, _MODEL)):
+        with torch.enable_grad(), _on_copies(self.model, self._generator(refresh, _MODEL)):
             return PerSampleGradients.concatenate(
                 [self._gradients(Piece(refresh, *piece)) for piece in self._pieces(refresh)]
             )
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
-        with torch.no_grad(), _on_copies(self._model, self._generator(0, _MODEL)):
-            piece = next(self.data.pieces(1, device=_device(self._model)))
-            losses = self._losses(self._model, Piece(0, *piece))
+        with torch.no_grad(), _on_copies(self.model, self._generator(0, _MODEL)):
+            piece = next(self.data.pieces(1, device=_device(self.model)))
+            losses = self._losses(self.model, Piece(0, *piece))
         check_one_each(losses, 1, of="public_loss")
 
     def _pieces(self, refresh: int) -> Iterable[_Piece]:
-        device = _device(self._model)
+        device = _device(self.model)
         if not self.fixed:
             picked = self._generator(refresh, _SUBSET).choice(
                 self.data.count, self.count, replace=False
             )
-            return self.data.pieces(self._piece, torch.from_numpy(np.sort(picked)), device)
+            return self.data.pieces(self.piece, torch.from_numpy(np.sort(picked)), device)
         if self._on_device is None or self._on_device[0] != device:  # they go there once
-            self._on_device = device, list(self.data.pieces(self._piece, device=device))
+            self._on_device = device, list(self.data.pieces(self.piece, device=device))
         # Handed over as copies: a model or a loss may work in place on what it gets.
         return (tree_map_only(Tensor, torch.clone, piece) for piece in self._on_device[1])
 
     def _generator(self, refresh: int, purpose: int) -> np.random.Generator:
-        return _stream(self._seed, refresh, purpose)
+        return _stream(self.seed, refresh, purpose)
 
     def _gradients(self, piece: Piece) -> PerSampleGradients:
         return per_sample_gradients(
-            self._model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
+            self.model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
         )
 
 

@@ -237,35 +237,33 @@ class SecondPhase(WarmStart):
         return f"second phase of {describe(self.trainable)}, {super().summary(result)}"
 
 
+@dataclass(eq=False, repr=False)
 class _Trainer:
     """Adam on some of the public samples, with its own state, an epoch at a time."""
 
-    def __init__(
-        self,
-        config: WarmStart,
-        model: nn.Module,
-        losses: SampleLosses,
-        data: PublicData,
-        samples: Tensor,
-    ) -> None:
-        self._model, self._losses, self._data, self._samples = model, losses, data, samples
-        self._batch_size, self._augment = config.batch_size, config.augment
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    config: WarmStart
+    model: nn.Module
+    losses: SampleLosses
+    data: PublicData
+    samples: Tensor
+
+    def __post_init__(self) -> None:
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.Adam(
-            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+            self._parameters, lr=self.config.learning_rate, weight_decay=self.config.weight_decay
         )
         # Another seed than the split's, or the first order would be the split's order.
-        self._shuffle = torch.Generator().manual_seed(config.seed + 1)
+        self._shuffle = torch.Generator().manual_seed(self.config.seed + 1)
 
     def epoch(self) -> None:
         """Once over the samples, in a new order."""
-        self._model.train()
-        order = self._samples[torch.randperm(len(self._samples), generator=self._shuffle)]
+        self.model.train()
+        order = self.samples[torch.randperm(len(self.samples), generator=self._shuffle)]
         finite = []
-        for batch in order.tensor_split(math.ceil(len(order) / self._batch_size)):
+        for batch in order.tensor_split(math.ceil(len(order) / self.config.batch_size)):
             self._optimizer.zero_grad()
             # Samples of other shapes come as other pieces.
-            for losses in self._losses_of(batch, self._augment):
+            for losses in self._losses_of(batch, self.config.augment):
                 loss = losses.sum() / len(batch)
                 loss.backward()
                 finite.append(loss.detach().isfinite())
@@ -278,7 +276,7 @@ class _Trainer:
 
     def mean_loss(self, samples: Tensor) -> float:
         """The mean loss of the samples in evaluation mode."""
-        self._model.eval()
+        self.model.eval()
         with torch.no_grad():
             sums = [x.double().sum() for x in self._losses_of(samples)]
         mean = float(torch.stack(sums).sum()) / len(samples)
@@ -289,9 +287,9 @@ class _Trainer:
     def _losses_of(self, samples: Tensor, augment: Augment | None = None) -> Iterator[Tensor]:
         """One loss per sample, in as few pieces as the batch size and their shapes allow."""
         device, chosen = self._parameters[0].device, samples.sort().values
-        for indices, inputs, labels in self._data.pieces(self._batch_size, chosen, device):
+        for indices, inputs, labels in self.data.pieces(self.config.batch_size, chosen, device):
             seen = inputs if augment is None else augment(inputs)
-            yield check_one_each(self._losses(self._model, seen, labels), len(indices))
+            yield check_one_each(self.losses(self.model, seen, labels), len(indices))
 
 
 _DIVERGED = (

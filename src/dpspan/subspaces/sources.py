@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,23 +83,12 @@ def _merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-class SpanSource(Protocol):
-    """Makes the subspaces of a run. It sees public data and released weights, nothing else."""
-
-    @property
-    def public(self) -> tuple[PublicData, ...]:
-        """The public data that it uses."""
-
-    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
-        """The subspace number `refresh`.
-
-        How many products with gradients it will be used for decides how it is best written.
-        """
-
-
 @dataclass(eq=False)
 class PublicSpan:
-    """The principal directions of the gradients of public samples."""
+    """The principal directions of the gradients of public samples, renewed in the course of a run.
+
+    It sees public data and released weights, nothing else.
+    """
 
     gradients: PublicGradientSource
     rank: int
@@ -112,9 +101,14 @@ class PublicSpan:
 
     @property
     def public(self) -> tuple[PublicData, ...]:
+        """The public data that it uses."""
         return (self.gradients.data,)
 
     def span(self, refresh: int, *, products: float) -> GroupedSubspace:
+        """The subspace number `refresh`.
+
+        How many products with gradients it will be used for decides how it is best written.
+        """
         gradients = self.gradients(refresh)
         groups = grouped(gradients.shapes, self.groups)
         parts = {
@@ -178,6 +172,7 @@ class RandomSpan:
         self._fixed: GroupedSubspace | None = None
 
     def span(self, refresh: int, *, products: float) -> GroupedSubspace:
+        """The subspace number `refresh`."""
         if self._redraw:
             return self._draw(refresh)
         if self._fixed is None:
@@ -195,6 +190,9 @@ class RandomSpan:
         gradients = PerSampleGradients(self._shapes, rows, self._rank, like=self._like)
         subspace = Subspace.from_gradients(gradients, self._rank, solver=Eigh())
         return GroupedSubspace({tuple(self._shapes): subspace.explicit()})
+
+
+SpanSource = PublicSpan | RandomSpan
 
 
 @dataclass(frozen=True, kw_only=True)
