@@ -30,7 +30,7 @@ from benchmarks.problems import PROBLEMS
 from dpspan.gradients.layers.terms import Stack, Sum, Term
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
-from dpspan.mechanisms.carriers import Chance
+from dpspan.mechanisms.carriers import RandomCarriers
 from dpspan.model.networks import ResNet20
 
 MODELS = {"mlp": 32, "cnn": 32, "resnet20": 32, "wrn28-4": 8, "transformer": 8, "minilm": 4}
@@ -82,7 +82,7 @@ def plain_methods(model: nn.Module, x: Tensor, y: Tensor) -> Iterator[tuple[str,
         losses(model, x, y).sum().backward()
         merged = capture.collect()
     yield "DP-SGD, two views", ratio(merged.norm_bounds(), exact(merged).norms())
-    carriers = dpspan.RGP(rank=4, carriers=Chance()).bind(Setting(model=model)).carriers()
+    carriers = dpspan.RGP(rank=4, carriers=RandomCarriers()).bind(Setting(model=model)).carriers()
     with dpspan.Capture(model) as capture:
         capture.expect(len(x), carriers=carriers)
         losses(model, x, y).sum().backward()

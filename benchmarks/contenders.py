@@ -102,7 +102,9 @@ def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: An
         criterion(model(x), y).backward()
         with torch.no_grad():
             total = mechanism.clipped_sum(capture.collect(scale=n))
-            for name, value in mechanism.release(total, generator, noise).items():
+            for name, value in mechanism.gradient(
+                mechanism.release(total, generator, noise)
+            ).items():
                 parameters[name].grad = value.div_(n).to(parameters[name].dtype)
         optimizer.step()
 

@@ -152,7 +152,7 @@ class TestAdvise:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"folds": 2}, "folds an int of at least 3, got 2"),
+            ({"folds": 2}, "folds to be an integer of at least 3, got 2"),
             ({"rates": ()}, "learning rates > 0"),
             ({"rates": (0.0,)}, "learning rates > 0"),
             ({"records": 0}, "records to be an integer of at least 1"),

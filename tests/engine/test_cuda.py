@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_randomness import check_tails, tails
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +20,8 @@ from dpspan.model.networks import PaperCNN, ResNet20
 from helpers.oracle import per_sample_matrix
 from helpers.problems import PROBLEMS, loss_per_sample, make
 from helpers.residual_cases import violations
+from helpers.subspaces import stepped, summed
+from helpers.tails import check_tails, tails
 
 pytestmark = pytest.mark.gpu
 
@@ -98,8 +99,8 @@ def test_gep_agrees_with_the_cpu(tf32: bool, groups: int) -> None:
         method = dpspan.GEP(public=public, rank=12, groups=groups, clip=1.0, residual_clip=0.3)
         mechanism = method.bind(setting)
         batch = x.to(device), y.to(device)
-        total = mechanism.clipped_sum(dpspan.per_sample_gradients(model, losses, *batch))
-        released = mechanism.release(total, Noise(seed=0), 0.0)
+        total = summed(mechanism, dpspan.per_sample_gradients(model, losses, *batch))
+        released = stepped(mechanism, total, Noise(seed=0), 0.0)
         sums.append(torch.cat([v.flatten().cpu() for v in released.values()]))
     assert (sums[0] - sums[1]).norm() <= (2e-2 if tf32 else 2e-3) * sums[0].norm()
 

@@ -170,14 +170,20 @@ def test_repr_hides_the_number_of_records():
         ),
         (
             lambda: PoissonDraw(records=0, sample_rate=0.5, steps_per_epoch=1),
-            "Expected records an int of at least 1, got 0",
+            "Expected records to be an integer of at least 1, got 0",
         ),
         (
             lambda: PoissonDraw(records=3, sample_rate=0.5, steps_per_epoch=0),
-            "Expected steps_per_epoch an int of at least 1, got 0",
+            "Expected steps_per_epoch to be an integer of at least 1, got 0",
         ),
-        (lambda: PartitionDraw(records=0, batches=1), "Expected records an int of at least 1"),
-        (lambda: PartitionDraw(records=3, batches=0), "Expected batches an int of at least 1"),
+        (
+            lambda: PartitionDraw(records=0, batches=1),
+            "Expected records to be an integer",
+        ),
+        (
+            lambda: PartitionDraw(records=3, batches=0),
+            "Expected batches to be an integer",
+        ),
     ],
 )
 def test_impossible_draws_are_refused(make, message):
@@ -755,7 +761,7 @@ def test_batch_memory_manager_limits_and_restores():
 
 @pytest.mark.parametrize("size", [0, -3, 2.5])
 def test_an_impossible_physical_size_is_refused(size):
-    message = "Expected max_physical_batch_size an int of at least 1"
+    message = "Expected max_physical_batch_size to be an integer of at least 1"
     loader = poisson()
     with pytest.raises(ValueError, match=message):
         poisson(max_physical_batch_size=size)

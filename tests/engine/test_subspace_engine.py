@@ -35,7 +35,9 @@ from dpspan import (
 from dpspan.accounting.events import step_event
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.noise import Noise
+from dpspan.model.per_sample import recorded
 from helpers.oracle import gep, pdpsgd, per_sample_matrix, top_directions
+from helpers.subspaces import stepped, summed
 from helpers.training import N, data, network, setup, train, weights
 
 F64 = torch.float64
@@ -83,12 +85,14 @@ IN_PUBLIC = ["PDPSGD", "BiasedGEP", "GEP"]
 
 
 def keeper(engine: PrivacyEngine) -> Any:
-    return engine._running().mechanism._keeper
+    mechanism: Any = engine._running().mechanism
+    mechanism.prepare()
+    return mechanism
 
 
 def basis(engine: PrivacyEngine) -> Tensor:
     """The directions of the present step, as one k × p matrix, up to rotation and sign."""
-    span = keeper(engine).span()
+    span = keeper(engine).span
     identity = torch.eye(span.dimensions, dtype=F64)
     rows = [torch.cat([v.flatten() for v in span.lift(e).values()]) for e in identity]
     return torch.stack(rows).double()
@@ -260,9 +264,9 @@ def test_groups_of_parameters(kind: str, name: str) -> None:
         )
         train(model, optimizer, loader)
         results.append(weights(model))
-        found = list(keeper(engine).span().parts)
+        found = list(keeper(engine).span.parts)
         assert [set(names) for names in found] == expected
-        assert keeper(engine).span().dimensions == 6
+        assert keeper(engine).span.dimensions == 6
         told = engine.state_dict()["run"]["groups"]
         assert told == 2 if kind == "number" else told.endswith(("by_stage", "<lambda>"))
     assert torch.allclose(*results, atol=1e-9)
@@ -649,13 +653,13 @@ def test_public_gradients_go_before_the_next_ones_come(
     made: list[Any] = []
     held: list[int] = []
 
-    def watched(*args: Any, check: bool) -> Any:
+    def watched(*args: Any) -> Any:
         held.append(sum(there() is not None for there in made))
-        gradients = dpspan.per_sample_gradients(*args, check=check)
+        gradients = recorded(*args)
         made.append(weakref.ref(gradients))
         return gradients
 
-    monkeypatch.setattr(dpspan.public.gradients, "per_sample_gradients", watched)
+    monkeypatch.setattr("dpspan.public.gradients.recorded", watched)
     _, model, optimizer, loader = precise(method=METHODS["GEP"](solver=solver))
     train(model, optimizer, loader)
     assert held == [0, 0, 0, 0]
@@ -750,7 +754,7 @@ def test_more_directions_than_public_samples_warn_once(name: str) -> None:
     assert len([w for w in caught if "directions" in str(w.message)]) == 1
     (told,) = [w for w in engine.certificate(1e-5)["warnings"] if "directions" in w]
     assert told.startswith("the public gradients span 12 directions, fewer than rank=30")
-    assert keeper(engine).span().dimensions == 12
+    assert keeper(engine).span.dimensions == 12
 
 
 def test_a_rank_that_goes_up_and_down_warns_once() -> None:
@@ -808,5 +812,5 @@ def test_methods_are_made_without_an_engine_too() -> None:
     model = network().double()
     mechanism = METHODS["GEP"]().bind(Setting(model=model, criterion=criterion()))
     J = dpspan.per_sample_gradients(model, lambda m, x: m(x).square().sum(1), X)
-    released = mechanism.release(mechanism.clipped_sum(J), Noise(seed=0), 1.0)
+    released = stepped(mechanism, summed(mechanism, J), Noise(seed=0), 1.0)
     assert {name: value.shape for name, value in released.items()} == J.shapes

@@ -12,6 +12,8 @@ from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import GEP, PDPSGD, BiasedGEP, Setting
+from dpspan.mechanisms.base import EMBEDDING
+from dpspan.mechanisms.noise import Noise
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.sources import GroupedSubspace, Groups, grouped, ranks
 from dpspan.subspaces.subspace import Subspace
@@ -46,7 +48,7 @@ class GivenSpan:
         self.h, self.rank, self.groups, self.solver = h, rank, groups, solver
         self.made: list[GroupedSubspace] = []
 
-    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
+    def span(self, refresh: int, *, products: float, capture: Any = None) -> GroupedSubspace:
         groups = grouped(self.h.shapes, self.groups)
         sizes = ranks(self.h.shapes, groups, self.rank)
         parts = {
@@ -75,10 +77,22 @@ def flat(sums: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.flatten() for value in sums.values()])
 
 
+def summed(mechanism: Any, gradients: PerSampleGradients) -> dict[str, Tensor]:
+    """What the first half of a step gives: the public pass, and the clipped sums."""
+    mechanism.prepare()
+    return mechanism.clipped_sum(gradients)
+
+
+def stepped(mechanism: Any, total: dict[str, Tensor], noise: Noise, z: float) -> dict[str, Tensor]:
+    """What the second half of a step gives: the gradient that the optimizer gets."""
+    mechanism.prepare()
+    return mechanism.gradient(mechanism.release(total, noise, z))
+
+
 def un_noised(mechanism: Any, gradients: PerSampleGradients) -> tuple[Tensor, Tensor]:
     """What a step sums before noise: embeddings (k,), and residuals in parameter space (p,)."""
-    sums = dict(mechanism.clipped_sum(gradients))
-    embedding = sums.pop("subspace:embedding")
+    sums = dict(summed(mechanism, gradients))
+    embedding = sums.pop(EMBEDDING)
     return embedding, flat(sums).double() if sums else embedding.new_zeros(0)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpspan.mechanisms.clipping import AutomaticClipping, FlatClipping, clip_factors, describe
+from dpspan.mechanisms.clipping import AutomaticClipping, FlatClipping, clip_factors
+from dpspan.support.checks import describe
 
 norm_lists = st.lists(st.floats().map(abs), min_size=1, max_size=8)  # with NaN and infinity
 

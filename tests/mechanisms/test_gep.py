@@ -16,10 +16,21 @@ from dpspan import GEP, AutomaticClipping, BiasedGEP, RandomSubspace
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
+from dpspan.mechanisms.base import EMBEDDING
 from dpspan.mechanisms.noise import Noise
 from dpspan.subspaces.sources import by_stage, grouped, ranks
 from helpers.oracle import block_basis, clip_rows, gep
-from helpers.subspaces import METHODS, SETTING, flat, given, outers, rows, un_noised
+from helpers.subspaces import (
+    METHODS,
+    SETTING,
+    flat,
+    given,
+    outers,
+    rows,
+    stepped,
+    summed,
+    un_noised,
+)
 
 S1, S2 = 1.5, 0.4
 
@@ -45,9 +56,9 @@ def columns(groups: int) -> list[Tensor]:
 def test_the_papers_algorithm(dtype: torch.dtype, n: int, groups: int, rank: int) -> None:
     private, public = matrices(n, 12, dtype=dtype)
     mechanism = given(GEP, rows(public, cut=16), rank, groups, clip=S1, residual_clip=S2)
-    total = mechanism.clipped_sum(rows(private, cut=16))
+    total = summed(mechanism, rows(private, cut=16))
     z = 1.3
-    released = flat(mechanism.release(total, Noise(seed=5), z)).double()
+    released = flat(stepped(mechanism, total, Noise(seed=5), z)).double()
 
     sizes = ranks({"a": torch.Size([16]), "b": torch.Size([24])}, [["a"], ["b"]], rank)
     basis = block_basis(public.double(), columns(groups), [rank] if groups == 1 else sizes)
@@ -69,19 +80,19 @@ def test_the_papers_algorithm(dtype: torch.dtype, n: int, groups: int, rank: int
 def test_biased_gep_is_the_embedding_alone(dtype: torch.dtype, n: int) -> None:
     private, public = matrices(n, 12, dtype=dtype)
     mechanism = given(BiasedGEP, rows(public), 5, clip=S1)
-    total = mechanism.clipped_sum(rows(private))
+    total = summed(mechanism, rows(private))
     basis = block_basis(public.double(), columns(1), [5])
     w, _ = gep(private.double(), basis, S1, S2)
-    lifted = flat(mechanism.source.made[0].lift(total["subspace:embedding"])).double()
+    lifted = flat(mechanism.source.made[0].lift(total[EMBEDDING])).double()
     assert torch.linalg.vector_norm(lifted - w) <= 1e-4 * max(float(w.norm()), 1e-9)
-    assert set(total) == {"subspace:embedding"}  # nothing in parameter space exists
+    assert set(total) == {EMBEDDING}  # nothing in parameter space exists
 
 
 def test_pieces_of_a_batch_add_up() -> None:
     private, public = matrices(20, 12)
     mechanism = given(GEP, rows(public), 6, clip=S1, residual_clip=S2)
-    whole = mechanism.clipped_sum(rows(private))
-    parts = [mechanism.clipped_sum(rows(piece)) for piece in private.split(7)]
+    whole = summed(mechanism, rows(private))
+    parts = [summed(mechanism, rows(piece)) for piece in private.split(7)]
     for name, value in whole.items():
         assert torch.allclose(value, sum(part[name] for part in parts), atol=1e-12)
     assert len(mechanism.source.made) == 1  # one subspace for all pieces of the step
@@ -113,32 +124,19 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize(("leftover", "share"), [(False, 0.5), (True, 0.3), (True, 0.8)])
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_one_sample_moves_the_sums_by_no_more_than_declared(
-    dtype: torch.dtype, name: str, leftover: bool, share: float
-) -> None:
+def test_one_sample_moves_the_sums_by_no_more_than_declared(dtype: torch.dtype, name: str) -> None:
     private, public = matrices(6, 12, dtype=dtype)
-    mechanism = given(
-        GEP,
-        rows(public),
-        7,
-        clip=S1,
-        residual_clip=S2,
-        leftover=leftover,
-        embedding_share=share,
-    )
+    mechanism = given(GEP, rows(public), 7, clip=S1, residual_clip=S2)
     row = ADVERSARIAL[name](private[0], public[1]).to(dtype)
     w, r = sensitivity(mechanism, row, private[:0])  # alone: nothing hides it
     assert math.isfinite(w)
     assert math.isfinite(r)
-    if not leftover:
-        assert w <= 1
-        assert r <= 1
-    assert share * w**2 + (1 - share) * r**2 <= 1
+    assert w <= 1
+    assert r <= 1
     w, r = sensitivity(mechanism, row, private)  # among others: up to the rounding of the sums
-    assert share * w**2 + (1 - share) * r**2 <= 1 + 1e-5
+    assert max(w, r) <= 1 + 1e-5
     if name in ("NaN", "Inf"):
         assert (w, r) == (0, 0)
 
@@ -164,35 +162,6 @@ def test_a_pair_reaches_its_joint_sensitivity() -> None:
     assert math.hypot(w, r) == pytest.approx(math.sqrt(2), abs=1e-4)
 
 
-def test_leftover_never_clips_more() -> None:
-    private, public = matrices(50, 12)
-    plain = given(GEP, rows(public), 5, clip=S1, residual_clip=S2)
-    kind = given(GEP, rows(public), 5, clip=S1, residual_clip=S2, leftover=True)
-    longer = 0
-    for row in private:
-        w, r = sensitivity(plain, row, private[:0])
-        w_kind, r_kind = sensitivity(kind, row, private[:0])
-        assert r_kind == pytest.approx(r)
-        assert w_kind >= w - 1e-9
-        longer += w_kind > w + 1e-6
-    assert longer > 0
-
-
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_leftover_gives_the_embedding_what_its_share_allows(share: float) -> None:
-    """share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² is 1 for long samples, in the span and outside."""
-    private, public = matrices(1, 12)
-    options = {"leftover": True, "embedding_share": share}
-    mechanism = given(GEP, rows(public), 12, clip=S1, residual_clip=S2, **options)
-    basis = block_basis(public, columns(1), [12])
-    inside = private[0] @ basis.T @ basis
-    inside *= 3 / inside.norm()  # a residual counts as no shorter than 1/64 of that
-    w, _ = sensitivity(mechanism, inside, private[:0])
-    assert w == pytest.approx(1 / math.sqrt(share), rel=0.01)
-    w, r = sensitivity(mechanism, 1e6 * private[0], private[:0])
-    assert (w, r) == (pytest.approx(1.0, rel=1e-4), pytest.approx(1.0, rel=1e-4))
-
-
 @pytest.mark.parametrize("n", [0, 1, 400])
 def test_biased_gep_has_noise_of_its_clip_in_the_subspace_and_none_outside(n: int) -> None:
     """On zeros, of a clip that is not 1: N(0, (z·S1)²) in each of k directions."""
@@ -202,7 +171,7 @@ def test_biased_gep_has_noise_of_its_clip_in_the_subspace_and_none_outside(n: in
     noise, zeros = Noise(seed=4), rows(torch.zeros(n, 40, dtype=torch.float64))
     assert S1 != 1
     released = torch.stack(
-        [flat(mechanism.release(mechanism.clipped_sum(zeros), noise, z)) for _ in range(draws)]
+        [flat(stepped(mechanism, summed(mechanism, zeros), noise, z)) for _ in range(draws)]
     )
     basis = block_basis(public, columns(1), [k])
     inside = released @ basis.T
@@ -216,18 +185,18 @@ def test_biased_gep_has_noise_of_its_clip_in_the_subspace_and_none_outside(n: in
 
 def test_the_noise_has_its_variance_inside_and_outside() -> None:
     _, public = matrices(0, 12)
-    z, share, k = 1.1, 0.3, 5
-    mechanism = given(GEP, rows(public), k, clip=S1, residual_clip=S2, embedding_share=share)
+    z, k = 1.1, 5
+    mechanism = given(GEP, rows(public), k, clip=S1, residual_clip=S2)
     noise = Noise(seed=3)
     empty = rows(public[:0])
     draws = 4000
     released = torch.stack(
-        [flat(mechanism.release(mechanism.clipped_sum(empty), noise, z)) for _ in range(draws)]
+        [flat(stepped(mechanism, summed(mechanism, empty), noise, z)) for _ in range(draws)]
     )
     basis = block_basis(public, columns(1), [k])
     inside = released @ basis.T
     outside = released - inside @ basis
-    var1, var2 = (S1 * z) ** 2 / share, (S2 * z) ** 2 / (1 - share)
+    var1, var2 = 2 * (S1 * z) ** 2, 2 * (S2 * z) ** 2  # equal shares
     for values, count, variance in (
         (inside, k, var1 + var2),  # the residual's noise fills the whole space
         (outside, 40 - k, var2),
@@ -254,37 +223,16 @@ def test_the_law_of_the_noise_does_not_depend_on_the_batch(n: int) -> None:
     _, public = matrices(0, 12)
     mechanism = given(GEP, rows(public), 5, clip=S1, residual_clip=S2)
     zeros = rows(torch.zeros(n, 40, dtype=torch.float64))
-    one = flat(mechanism.release(mechanism.clipped_sum(zeros), Noise(seed=1), 1.0))
-    empty = flat(mechanism.release(mechanism.clipped_sum(rows(public[:0])), Noise(seed=1), 1.0))
+    one = flat(stepped(mechanism, summed(mechanism, zeros), Noise(seed=1), 1.0))
+    empty = flat(stepped(mechanism, summed(mechanism, rows(public[:0])), Noise(seed=1), 1.0))
     assert torch.allclose(one, empty, atol=1e-12)
 
 
-def test_cleaning_leaves_no_residual_noise_inside() -> None:
-    _, public = matrices(0, 12)
-    z, k = 1.0, 5
-    clean = given(GEP, rows(public), k, clip=1e-9, residual_clip=S2, clean_residual=True)
-    empty = rows(public[:0])
-    noise = Noise(seed=2)
-    released = torch.stack(
-        [flat(clean.release(clean.clipped_sum(empty), noise, z)) for _ in range(200)]
-    )
-    inside = released @ block_basis(public, columns(1), [k]).T
-    assert inside.abs().max() < 1e-7
-    assert released.norm(dim=1).min() > 0.5  # the rest is there
-
-
-def test_cleaning_changes_nothing_but_noise() -> None:
+def test_without_clips_and_noise_gep_is_unbiased() -> None:
     private, public = matrices(20, 12)
-    options = {"clip": 1e6, "residual_clip": 1e6}  # no clipping: the residual is orthogonal
-    released = [
-        flat(m.release(m.clipped_sum(rows(private)), Noise(seed=0), 0.0))
-        for m in (
-            given(GEP, rows(public), 5, **options),
-            given(GEP, rows(public), 5, clean_residual=True, **options),
-        )
-    ]
-    assert torch.allclose(released[0], released[1], atol=1e-9)
-    assert torch.allclose(released[0], private.sum(0), atol=1e-9)  # GEP without clips is unbiased
+    mechanism = given(GEP, rows(public), 5, clip=1e6, residual_clip=1e6)
+    released = flat(stepped(mechanism, summed(mechanism, rows(private)), Noise(seed=0), 0.0))
+    assert torch.allclose(released, private.sum(0), atol=1e-9)
 
 
 def long_rows_in_the_span(n: int) -> tuple[Tensor, Tensor]:
@@ -305,9 +253,9 @@ def test_one_of_many_samples_moves_the_sum_by_no_more_than_declared() -> None:
 def test_noise_is_not_swallowed_by_what_cancels() -> None:
     private, public = long_rows_in_the_span(4000)
     mechanism = given(GEP, rows(public), 64, clip=1.0, residual_clip=0.2)
-    total = mechanism.clipped_sum(rows(private))
-    released = flat(mechanism.release(dict(total), Noise(seed=0), 1.0))
-    noiseless = flat(mechanism.release(dict(total), Noise(seed=0), 0.0))
+    total = summed(mechanism, rows(private))
+    released = flat(stepped(mechanism, dict(total), Noise(seed=0), 1.0))
+    noiseless = flat(stepped(mechanism, dict(total), Noise(seed=0), 0.0))
     noise = Noise(seed=0)
     w = noise.normal(torch.zeros(64, dtype=torch.float64), math.sqrt(2))
     r = noise.normal(torch.zeros(64), math.sqrt(2) * 0.2)
@@ -353,7 +301,7 @@ def test_a_rule_without_limit_cannot_spoil_the_sum() -> None:
     a, b = torch.randn(9, 1, 30, generator=g), torch.randn(9, 1, 20, generator=g)
     tiny = outers(1e-30 * a[:1], 1e-30 * b[:1])
     mechanism = given(GEP, outers(a, b), 3, clip=1.0, clipping=ToTheSphere())
-    total = mechanism.clipped_sum(tiny)
+    total = summed(mechanism, tiny)
     assert all(value.isfinite().all() for value in total.values())
 
 
@@ -372,8 +320,8 @@ def test_degenerate_public_gradients_never_give_nan(base, dtype, kind: str) -> N
         "one": public[:1],
     }[kind]
     mechanism = given(base, rows(public), 10, clip=S1)
-    total = mechanism.clipped_sum(rows(private))
-    released = flat(mechanism.release(total, Noise(seed=0), 1.0))
+    total = summed(mechanism, rows(private))
+    released = flat(stepped(mechanism, total, Noise(seed=0), 1.0))
     assert released.isfinite().all()
     rank = {"duplicates": 4, "low rank": 1, "all zero": 0, "one": 1}[kind]
     (part,) = mechanism.source.made[0].parts.values()
@@ -443,18 +391,26 @@ def test_groups_and_their_ranks() -> None:
     ("fields", "message"),
     [
         ({}, "needs a subspace: pass public="),
-        ({"public": torch.ones(3, 2)}, "rank an int of at least 1"),
-        ({"public": torch.ones(3, 2), "rank": 0}, "rank an int of at least 1"),
+        ({"public": torch.ones(3, 2)}, "rank to be an integer of at least 1"),
+        ({"public": torch.ones(3, 2), "rank": 0}, "rank to be an integer of at least 1"),
         ({"public": torch.ones(3, 2), "rank": 2, "clip": -1.0}, "clip > 0"),
         ({"public": torch.ones(3, 2), "rank": 2, "residual_clip": 0.0}, "residual_clip > 0"),
-        ({"public": torch.ones(3, 2), "rank": 2, "embedding_share": 1.0}, "use BiasedGEP"),
-        ({"public": torch.ones(3, 2), "rank": 2, "refresh": 0}, "refresh an int of at least 1"),
+        (
+            {"public": torch.ones(3, 2), "rank": 2, "refresh": 0},
+            "refresh to be an integer",
+        ),
         ({"public": torch.ones(3, 2), "rank": 2, "public_labels": "guess"}, "random"),
         ({"subspace": RandomSubspace(rank=3), "rank": 4}, "one rank"),
         ({"subspace": RandomSubspace(rank=3), "groups": 2}, "has no groups"),
-        ({"public": torch.ones(3, 2), "rank": 2, "groups": 0}, "groups of at least 1"),
-        ({"public": torch.ones(3, 2), "rank": 2, "groups": "a"}, "dpspan.by_stage"),
-        ({"public": torch.ones(3, 2), "rank": 2, "seed": -1}, "seed an int of at least 0"),
+        (
+            {"public": torch.ones(3, 2), "rank": 2, "groups": 0},
+            "groups .* integer of at least 1",
+        ),
+        ({"public": torch.ones(3, 2), "rank": 2, "groups": "a"}, "by_stage"),
+        (
+            {"public": torch.ones(3, 2), "rank": 2, "seed": -1},
+            "seed to be an integer",
+        ),
     ],
 )
 def test_bad_configuration_is_refused(fields, message: str) -> None:
@@ -480,16 +436,6 @@ def test_clipping_rules_work_on_both_parts() -> None:
     expected = expected * S1 / (expected.norm() + rule.stability)
     assert float(w.norm()) == pytest.approx(float(expected.norm()), rel=1e-6)
     assert float(r.norm()) <= S2
-
-
-def test_leftover_keeps_the_rule() -> None:
-    """With automatic clipping, too, the embedding gets at least what it had."""
-    private, public = matrices(1, 12)
-    options = {"clip": 5.0, "residual_clip": S2, "clipping": AutomaticClipping()}
-    plain = given(GEP, rows(public), 5, **options)
-    kind = given(GEP, rows(public), 5, leftover=True, **options)
-    (w, _), (w_kind, _) = (un_noised(m, rows(1e-2 * private)) for m in (plain, kind))
-    assert w_kind.norm() >= w.norm()
 
 
 def test_methods_compare_and_describe_themselves() -> None:

@@ -18,10 +18,11 @@ from dpspan import DPSGD, PDPSGD, AutomaticClipping, RandomSubspace, per_sample_
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
+from dpspan.mechanisms.base import EMBEDDING
 from dpspan.mechanisms.noise import Noise
 from dpspan.subspaces.sources import GroupedSubspace, ranks
 from helpers.oracle import block_basis, clip_rows, pdpsgd, per_sample_matrix, top_directions
-from helpers.subspaces import METHODS, flat, given, rows, un_noised
+from helpers.subspaces import METHODS, flat, given, rows, stepped, summed, un_noised
 
 CLIP = 1.5
 P = 40
@@ -43,7 +44,7 @@ def columns(groups: int) -> list[Tensor]:
 
 
 def projected(mechanism: Any, gradients: PerSampleGradients, noise: Noise, z: float) -> Tensor:
-    return flat(mechanism.release(mechanism.clipped_sum(gradients), noise, z)).double()
+    return flat(stepped(mechanism, summed(mechanism, gradients), noise, z)).double()
 
 
 # -- the paper's algorithm ------------------------------------------------------------------------
@@ -75,8 +76,8 @@ def test_the_papers_algorithm(dtype: torch.dtype, n: int, groups: int, rank: int
 
 def test_only_k_numbers_are_summed() -> None:
     private, public = matrices(9, 12)
-    total = given(PDPSGD, rows(public), 5, clip=CLIP).clipped_sum(rows(private))
-    assert {name: value.shape for name, value in total.items()} == {"subspace:embedding": (5,)}
+    total = summed(given(PDPSGD, rows(public), 5, clip=CLIP), rows(private))
+    assert {name: value.shape for name, value in total.items()} == {EMBEDDING: (5,)}
 
 
 def test_clips_come_before_the_projection() -> None:
@@ -105,9 +106,9 @@ def test_public_gradients_of_lower_rank(dtype: torch.dtype) -> None:
 def test_pieces_of_a_batch_add_up() -> None:
     private, public = matrices(20, 12)
     mechanism = given(PDPSGD, rows(public), 6, clip=CLIP)
-    (whole,) = mechanism.clipped_sum(rows(private)).values()
-    parts = [mechanism.clipped_sum(rows(piece)) for piece in private.split(7)]
-    assert torch.allclose(whole, sum(part["subspace:embedding"] for part in parts), atol=1e-12)
+    (whole,) = summed(mechanism, rows(private)).values()
+    parts = [summed(mechanism, rows(piece)) for piece in private.split(7)]
+    assert torch.allclose(whole, sum(part[EMBEDDING] for part in parts), atol=1e-12)
     assert len(mechanism.source.made) == 1  # one subspace for all pieces of the step
 
 
@@ -178,14 +179,14 @@ def test_plain_dpsgd_before_the_start(fields: dict[str, int]) -> None:
     noise, plain_noise = Noise(seed=4), Noise(seed=4)
     for step in range(8):
         J = per_sample_gradients(model, losses, *private)
-        total, plain_total = mechanism.clipped_sum(J), plain.clipped_sum(J)
+        total, plain_total = summed(mechanism, J), summed(plain, J)
         assert torch.equal(flat(total), flat(plain_total))
         assert total.keys() == plain_total.keys()
-        released = mechanism.release(total, noise, 1.1)
-        expected = plain.release(plain_total, plain_noise, 1.1)
+        released = stepped(mechanism, total, noise, 1.1)
+        expected = stepped(plain, plain_total, plain_noise, 1.1)
         assert released.keys() == expected.keys()
         assert torch.equal(flat(released), flat(expected))
-        assert mechanism._keeper._span is None  # no public gradient was computed
+        assert mechanism._span is None  # no public gradient was computed
         move(model, step)
     basis = top_directions(per_sample_matrix(model, losses, *public), 4)
     g, J = (f(model, losses, *private) for f in (per_sample_matrix, per_sample_gradients))
@@ -204,9 +205,9 @@ def test_a_saved_step_goes_on_before_or_after_the_start() -> None:
     for _ in range(3):
         again = bound(model, public, start=2)
         again.load_state_dict(json.loads(json.dumps(mechanism.state_dict())))
-        names.append(set(again.clipped_sum(J)))
+        names.append(set(summed(again, J)))
         projected(mechanism, J, Noise(seed=0), 1.0)
-    assert names == [set(J.shapes), set(J.shapes), {"subspace:embedding"}]
+    assert names == [set(J.shapes), set(J.shapes), {EMBEDDING}]
     with pytest.raises(ValueError, match="saved with other public data"):
         bound(model, labelled(12, 3), start=2).load_state_dict(mechanism.state_dict())
     with pytest.raises(ValueError, match="state with step and public"):
@@ -224,7 +225,7 @@ def test_random_directions(redraw: bool) -> None:
     for step in range(4):
         g, J = (f(model, losses, *private) for f in (per_sample_matrix, per_sample_gradients))
         released = projected(mechanism, J, Noise(seed=0), 0.0)
-        (part,) = mechanism._keeper._span.parts.values()
+        (part,) = mechanism._span.parts.values()
         basis = torch.stack([flat(part.lift(e)) for e in torch.eye(7)])
         assert torch.allclose(basis @ basis.T, torch.eye(7, dtype=F64), atol=1e-9)
         assert torch.allclose(released, pdpsgd(g, basis, CLIP), atol=1e-9)
@@ -398,14 +399,14 @@ def test_how_a_subspace_is_written_does_not_tell_the_size_of_the_batch(base: typ
     [
         ({"public": None}, "PDPSGD needs a subspace: pass public="),
         ({"subspace": RandomSubspace(rank=3)}, "PDPSGD needs a subspace"),
-        ({"rank": None}, "rank an int of at least 1 in PDPSGD, got None"),
-        ({"start": -1}, "start an int of at least 0, got -1"),
-        ({"start_epoch": 1.5}, r"start_epoch an int of at least 0, got 1\.5"),
+        ({"rank": None}, "rank to be an integer of at least 1, got None"),
+        ({"start": -1}, "start to be an integer of at least 0, got -1"),
+        ({"start_epoch": 1.5}, r"start_epoch to be an integer of at least 0, got 1\.5"),
         ({"start": 3, "start_epoch": 1}, r"start \(in steps\) or start_epoch, got both"),
-        ({"refresh": 0}, "refresh an int of at least 1, got 0"),
-        ({"public_samples": 0}, "public_samples an int of at least 1, got 0"),
-        ({"diagnose": -1}, "diagnose an int of at least 0, got -1"),
-        ({"clip": math.inf}, "clip > 0, got inf"),
+        ({"refresh": 0}, "refresh to be an integer of at least 1, got 0"),
+        ({"public_samples": 0}, "public_samples to be an integer of at least 1, got 0"),
+        ({"diagnose": -1}, "diagnose to be an integer of at least 0, got -1"),
+        ({"clip": math.inf}, "clip > 0 and finite, got inf"),
     ],
 )
 def test_refused_configurations(fields: dict[str, Any], message: str) -> None:

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from dpspan import PrivacyEngine
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
-from dpspan.engine.private_step import check_device
+from dpspan.engine.admission import check_device
 from dpspan.mechanisms.noise import _LONG, _STREAMS, Noise
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, _fill, fresh_randomness, torch_seed
+from helpers.tails import TAILS, check_tails, tails
 from helpers.training import network, setup, train
 
 # -- dropout and augmentation ---------------------------------------------------------------------
@@ -227,26 +228,6 @@ def test_noise_needs_more_than_32_bits_to_guess() -> None:
         assert sequence.entropy.bit_length() > 96  # of 128; fails once in 2³² runs
     keys = {stream.bit_generator.seed_seq.spawn_key for stream in noise._streams}
     assert len(keys) == _STREAMS
-
-
-def tails(draw, total: int, piece: int) -> dict[float, int]:
-    counts = dict.fromkeys(TAILS, 0)
-    for _ in range(total // piece):
-        size = draw(piece).abs()
-        large = size[size > TAILS[0]]
-        for at in TAILS:
-            counts[at] += int((large > at).sum())
-    return counts
-
-
-TAILS = (5.0, 5.5, 5.8, 6.0)
-
-
-def check_tails(counts: dict[float, int], total: int) -> None:
-    """Two-sided counts within binomial bounds that fail once in 10⁵ each; the draws are seeded."""
-    for at, count in counts.items():
-        law = stats.binom(total, 2 * stats.norm.sf(at))
-        assert law.ppf(5e-6) <= count <= law.isf(5e-6), (at, count, law.mean())
 
 
 @pytest.mark.slow

@@ -16,16 +16,22 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
-    """The event of one training step, for every method; no noise is no privacy."""
-    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+def gaussian_event(noise_multiplier: float) -> DpEvent:
+    """A Gaussian mechanism; no noise is no privacy."""
     in_range = 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf
     expect(in_range, "noise_multiplier >= 0 and finite", noise_multiplier)
     if noise_multiplier == 0:
         return dp_event.NonPrivateDpEvent()
-    return dp_event.PoissonSampledDpEvent(
-        float(sample_rate), dp_event.GaussianDpEvent(float(noise_multiplier))
-    )
+    return dp_event.GaussianDpEvent(float(noise_multiplier))
+
+
+def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
+    """The event of one training step, for every method: a Gaussian on a Poisson sample."""
+    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    event = gaussian_event(noise_multiplier)
+    if noise_multiplier == 0:
+        return event
+    return dp_event.PoissonSampledDpEvent(float(sample_rate), event)
 
 
 def pure_event(epsilon: float) -> DpEvent:

@@ -4,59 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
 from dpspan.accounting.epsilon import Budget, calibrate_event
-from dpspan.accounting.events import step_event
-from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
+from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
+from dpspan.engine.admission import PublicUse, check_parts, keep_apart, public_uses, warmed_up
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.collation import check_collation
-from dpspan.engine.private_step import PrivateStep, check_device, check_optimizer
-from dpspan.engine.sampling import (
-    Draw,
-    PartitionDraw,
-    Piece,
-    PoissonDraw,
-    PrivateLoader,
-    records_of,
-    sample_rate_of,
-)
-from dpspan.gradients.capture import captures_on
+from dpspan.engine.plan import Plan, plan_run, plan_sampling
+from dpspan.engine.private_step import PrivateStep
+from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.mechanisms.noise import Noise
-from dpspan.model.criterion import check_criterion
-from dpspan.model.validation import validate
-from dpspan.model.wrappers import refuse_wrappers, watch_for_wrappers
-from dpspan.public.data import PublicData
-from dpspan.public.overlap import encodings, refuse_overlap
-from dpspan.public.patches import PublicLayer
-from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
-from dpspan.support.processes import refuse_several_processes
+
+if TYPE_CHECKING:
+    from dpspan.public.warm_start import WarmStart
 
 _logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_RECORDS_TOLD = (
-    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
-    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
-    "configuration)"
-)
 
 
 class PrivacyEngine:
@@ -111,7 +88,7 @@ class PrivacyEngine:
                 "what that does and does not cover."
             )
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
-        self._debug_seed = debug_seed
+        self._seed = debug_seed
         if debug_seed is not None:
             self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
         self._run: _Run | None = None
@@ -184,111 +161,53 @@ class PrivacyEngine:
                 "This engine already trains a model. Make another one with ledger=engine.ledger, "
                 "so that both spend from the same budget."
             )
-        refuse_several_processes()
-        refuse_wrappers(module)
-        _check_noise(noise_multiplier, non_private)
-        check_count("views", views)
-        draw = _draw(data_loader, poisson_sampling, sample_rate)
-        method = _with_clip(method, max_grad_norm)
-        check_criterion(criterion, loss_reduction, module)
-        validate(module)
-        check_device(module)
-        check_optimizer(optimizer, module)
-        lot_size = float(data_loader.batch_size or 0)
-        if expected_batch_size is not None:
-            lot_size = float(expected_batch_size)
-        elif sample_rate is None:  # both from the data, and the certificate says so
-            lot_size = min(lot_size, float(draw.records))
-        if not 0 < lot_size < math.inf:
-            raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
-        if captures_on(module) or _is_private(optimizer):
-            raise ValueError(
-                "The model or the optimizer belongs to another private run: call detach() on its "
-                "engine first, or build new ones."
-            )
-
-        mechanism = method.bind(
-            Setting(
-                model=module,
-                criterion=criterion,
-                steps_per_epoch=draw.steps_per_epoch,
-                expected_batch_size=lot_size,
-                max_physical_batch_size=max_physical_batch_size,
-                warn=self._warn,
-            )
-        )
-        layers = [part for part in module.modules() if isinstance(part, PublicLayer)]
-        for data in (*mechanism.public, *(layer.public for layer in layers)):
-            refuse_overlap(data, data_loader.dataset, data_loader.collate_fn)
-        seed = self._debug_seed
-        loader = PrivateLoader.from_data_loader(
-            data_loader,
-            draw,
-            max_physical_batch_size=max_physical_batch_size,
-            generator=None if seed is None else np.random.default_rng(seed),
-        )
-        check_collation(data_loader, self._warn)
-        if warm_start is not None:  # last: whatever can be refused has been
-            self._warm_start(warm_start, module, criterion, data_loader)
-        for data in mechanism.public:
-            detail = f"{type(method).__name__}: public gradients"
-            self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
-        made_by = [(layer.public, type(layer).__name__) for layer in layers]
-        made_by += [(each.public, each.layer) for each in encodings(data_loader.dataset)]
-        for data, detail in made_by:
-            self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
-        charged_passes: set[int] = set()
-
-        def charge() -> None:
-            if isinstance(draw, PoissonDraw):
-                self.ledger.charge(_event(draw, noise_multiplier))
-            elif loader.passes not in charged_passes:  # once per epoch, before its first release
-                self.ledger.charge(_event(draw, noise_multiplier))
-                charged_passes.add(loader.passes)
-
-        step = PrivateStep(
+        plan = plan_run(
             module=module,
-            optimizer=optimizer,
-            mechanism=mechanism,
-            noise=Noise(None if seed is None else seed + 1),
+            data_loader=data_loader,
+            method=_with_clip(method, max_grad_norm),
             noise_multiplier=noise_multiplier,
-            lot_size=lot_size,
+            non_private=non_private,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            sample_rate=sample_rate,
+            expected_batch_size=expected_batch_size,
             views=views,
-            mean_loss=loss_reduction == "mean",
+            accountant=self.ledger.accountant,
+        )
+        check_parts(module, optimizer, criterion, loss_reduction)
+        setting = Setting(
+            model=module,
             criterion=criterion,
-            refuse_seeds=loader.refuse_seeds,
-            charge=charge,
+            steps_per_epoch=plan.sampling.steps_per_epoch,
+            expected_batch_size=plan.expected_batch_size,
+            max_physical_batch_size=max_physical_batch_size,
             warn=self._warn,
         )
-
-        def on_piece(piece: Piece) -> None:
-            refuse_several_processes()  # torch.distributed may have been initialised since
-            step.on_piece(piece, new_epoch=piece.first and loader.position == 0)
-
-        loader.on_piece = on_piece
-        loader.on_batch = step.guard.hand_over
-        if sample_rate is None:
-            self.ledger.warn(_RECORDS_TOLD)
-        if isinstance(draw, PartitionDraw):
-            self.ledger.warn(
-                "batches were a partition of the data, not Poisson samples: each epoch is "
-                "accounted as one Gaussian mechanism without amplification"
-            )
-        if noise_multiplier == 0:
-            self.ledger.invalidate("noise_multiplier is 0")
-        description = {
-            **method.describe(),
-            "noise_multiplier": noise_multiplier,
-            "sampling": repr(draw),
-            "expected_batch_size": lot_size,
-            "loss_reduction": loss_reduction,
-            "views": views,
-            "model": type(module).__name__,
-            "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
-        }
-        watcher = watch_for_wrappers(module)
-        self._run = _Run(noise_multiplier, description, module, loader, mechanism, step, watcher)
-        _logger.info("dpspan: %s", description)
+        mechanism = plan.method.bind(setting)
+        loader = PrivateLoader.from_data_loader(
+            data_loader,
+            plan.sampling,
+            max_physical_batch_size=max_physical_batch_size,
+            generator=None if self._seed is None else np.random.default_rng(self._seed),
+        )
+        public = public_uses(plan.method, mechanism, module, data_loader.dataset)
+        keep_apart(public, data_loader, self._warn)
+        if warm_start is not None:  # last: whatever can be refused has been
+            public.insert(0, warmed_up(warm_start, module, criterion, data_loader))
+        plan = dataclasses.replace(plan, public=tuple(map(str, public)))
+        self._put_on_record(plan, public)
+        step = PrivateStep(
+            plan,
+            module=module,
+            optimizer=optimizer,
+            loader=loader,
+            criterion=criterion,
+            mechanism=mechanism,
+            ledger=self.ledger,
+            noise=Noise(None if self._seed is None else self._seed + 1),
+            warn=self._warn,
+        )
+        self._run = _Run(plan, module, loader, mechanism, step)
         return module, optimizer, loader
 
     def make_private_with_epsilon(
@@ -338,15 +257,11 @@ class PrivacyEngine:
             Budget(epsilon=1.0, delta=1e-05)
         """
         budget = Budget(epsilon=target_epsilon, delta=target_delta)
-        if not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"Expected epochs an int of at least 1, got {epochs!r}.")
-        draw = _draw(data_loader, poisson_sampling, sample_rate)
-        told = draw.records if sample_rate is None else None  # else their number is no one's
+        sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
+        events = check_count("epochs", epochs) * sampling.events_per_epoch
+        told = sampling.records if sample_rate is None else None  # else their number is a secret
         warn_of_weaknesses(target_epsilon, target_delta, told)
-        events = epochs * (draw.steps_per_epoch if isinstance(draw, PoissonDraw) else 1)
-        noise_multiplier = calibrate_event(
-            lambda z: _event(draw, z), events, budget, spent=self.ledger
-        )
+        z = calibrate_event(sampling.event, events, budget, spent=self.ledger)
         if self.ledger.budget not in (None, budget):
             raise ValueError(
                 f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "
@@ -356,7 +271,7 @@ class PrivacyEngine:
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=z,
             method=method,
             max_grad_norm=max_grad_norm,
             criterion=criterion,
@@ -368,11 +283,43 @@ class PrivacyEngine:
             views=views,
             warm_start=warm_start,
         )
+        run = self._running()
+        run.plan = dataclasses.replace(run.plan, epochs=epochs, budget=budget)
         self.ledger.budget = budget
         for sentence in weaknesses(None, target_delta, told):
             self.ledger.warn(sentence)
-        self.ledger.reserve(_event(draw, noise_multiplier), events)
+        self.ledger.reserve(run.plan.event, events)
         return result
+
+    @property
+    def plan(self) -> Plan:
+        """What the run does with private data; frozen, and made before any of them is read.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> import dpspan
+            >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
+            >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
+            >>> _ = engine.make_private_with_epsilon(
+            ...     module=model,
+            ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            ...     data_loader=DataLoader(records, batch_size=50),
+            ...     target_epsilon=2.0,
+            ...     target_delta=1e-5,
+            ...     epochs=10,
+            ... )
+            >>> print(engine.plan)  # doctest: +ELLIPSIS
+            model       Linear, 10 trainable parameters
+            method      DPSGD(clip=1.0, clipping=FlatClipping())
+            sampling    PoissonDraw(sample_rate=0.05, steps_per_epoch=20), divided by L = 50
+            event       PoissonSampledDpEvent(...); 20 to an epoch, 10 epochs
+            noise       z = 1.7...
+            expected ε  2 at δ = 1e-05 for 10 epochs
+            public      nothing
+        """
+        return self._running().plan
 
     @property
     def accountant(self) -> Ledger:
@@ -386,7 +333,7 @@ class PrivacyEngine:
     @property
     def noise_multiplier(self) -> float:
         """z of the run."""
-        return self._running().noise_multiplier
+        return self._running().plan.noise_multiplier
 
     def certificate(self, delta: float | None = None) -> dict[str, Any]:
         """What was spent and how, as a JSON document.
@@ -400,7 +347,7 @@ class PrivacyEngine:
             run.guard.review()
         except CaptureError as error:
             self.ledger.invalidate(str(error))
-        training = {**run.description, "weights_sha256": run.weights_digest()}
+        training = {**run.plan.describe(), "weights_sha256": run.weights_digest()}
         return certificate(self.ledger, delta=delta, training=training)
 
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
@@ -432,7 +379,7 @@ class PrivacyEngine:
         run.guard.review()
         return {
             "format": "dpspan.engine.1",
-            "run": run.description,
+            "run": run.plan.describe(),
             "ledger": self.ledger.state_dict(),
             "loader": run.loader.state_dict(),
             "mechanism": run.mechanism.state_dict(),
@@ -446,7 +393,7 @@ class PrivacyEngine:
             raise ValueError(f"Expected an engine state with the keys {sorted(expected)}.")
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
-        mine, theirs = run.description, state["run"]
+        mine, theirs = run.plan.describe(), state["run"]
         different = [key for key in mine if theirs.get(key) != mine[key]]
         if different:
             raise ValueError(
@@ -511,20 +458,15 @@ class PrivacyEngine:
 
     # -- setting up -----------------------------------------------------------------------------
 
-    def _warm_start(
-        self,
-        warm_start: WarmStart,
-        module: nn.Module,
-        criterion: nn.Module | None,
-        private: DataLoader[Any],
-    ) -> None:
-        """Train on public data, and put it on record."""
-        data = PublicData.of(warm_start.data)
-        refuse_overlap(data, private.dataset, private.collate_fn)
-        result = dataclasses.replace(warm_start, data=data).run(module, criterion)
-        detail = warm_start.summary(result)
-        self.ledger.declare_public(data.name, data.digest, data.count, detail=detail)
-        _logger.info("dpspan: %s of public training", detail)
+    def _put_on_record(self, plan: Plan, public: list[PublicUse]) -> None:
+        for use in public:
+            data = use.data
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=use.purpose)
+        for sentence in plan.warnings:
+            self.ledger.warn(sentence)
+        if plan.noise_multiplier == 0:
+            self.ledger.invalidate("noise_multiplier is 0")
+        _logger.info("dpspan: %s", plan.describe())
 
     def _running(self) -> _Run:
         if self._run is None:
@@ -537,22 +479,18 @@ class _Run:
 
     def __init__(
         self,
-        noise_multiplier: float,
-        description: dict[str, Any],
+        plan: Plan,
         module: nn.Module,
         loader: PrivateLoader,
         mechanism: Mechanism,
         step: PrivateStep,
-        watcher: RemovableHandle,
     ) -> None:
-        self.noise_multiplier = noise_multiplier
-        self.description = description
+        self.plan = plan
         self.loader = loader
         self.mechanism = mechanism
         self.guard = step.guard
         self._module = module
         self._step = step
-        self._watcher = watcher
         self._digest: str | None = None
 
     def weights_digest(self) -> str:
@@ -565,49 +503,8 @@ class _Run:
             with suppress(CaptureError):  # told again whenever something is saved or certified
                 self.guard.review()
         self._step.remove()
-        self.loader.on_piece = _refuse
-        self._watcher.remove()
-
-
-def _draw(loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None) -> Draw:
-    records = records_of(loader)
-    q = sample_rate_of(loader) if sample_rate is None else sample_rate
-    poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
-    if poisson_sampling:
-        return poisson
-    return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
-
-
-def _event(draw: Draw, noise_multiplier: float) -> DpEvent:
-    if noise_multiplier == 0:
-        return NonPrivateDpEvent()
-    if isinstance(draw, PoissonDraw):
-        return step_event(noise_multiplier, draw.sample_rate)
-    return GaussianDpEvent(noise_multiplier)
-
-
-def _refuse(_: Piece) -> None:
-    raise RuntimeError(
-        "engine.detach() ended the private run, so this loader hands out no more batches: training "
-        "on them would not be private."
-    )
-
-
-def _is_private(optimizer: Optimizer) -> bool:
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), PrivateStep) for hook in hooks)
 
 
 def _with_clip(method: Method | None, max_grad_norm: float | None) -> Method:
     method = DPSGD() if method is None else method
     return method if max_grad_norm is None else method.with_clip(max_grad_norm)
-
-
-def _check_noise(noise_multiplier: float, non_private: bool) -> None:
-    if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"Expected noise_multiplier >= 0, got {noise_multiplier}.")
-    if noise_multiplier == 0 and not non_private:
-        raise ValueError(
-            "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
-            "non_private=True; the certificate will say so."
-        )

@@ -13,13 +13,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpspan.engine.sampling import Piece
+from dpspan.accounting.ledger import Ledger
+from dpspan.engine.admission import check_optimizer
+from dpspan.engine.plan import Plan
+from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.numerics import exact
-from dpspan.mechanisms.base import Mechanism, Sums
+from dpspan.mechanisms.base import Gradient, Mechanism, Sums
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.guard import Guard
+from dpspan.model.wrappers import watch_for_wrappers
 from dpspan.support.errors import CaptureError
+from dpspan.support.processes import refuse_several_processes
 
 
 class PrivateStep:
@@ -27,47 +32,43 @@ class PrivateStep:
 
     def __init__(
         self,
+        plan: Plan,
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        mechanism: Mechanism,
-        noise: Noise,
-        noise_multiplier: float,
-        lot_size: float,
-        views: int,
-        mean_loss: bool,
+        loader: PrivateLoader,
         criterion: nn.Module | None,
-        refuse_seeds: Callable[[], None],
-        charge: Callable[[], None],
+        mechanism: Mechanism,
+        ledger: Ledger,
+        noise: Noise,
         warn: Callable[[str], None],
     ) -> None:
-        self._module = module
+        self._plan, self._module, self._loader = plan, module, loader
+        self._mechanism, self._ledger, self._noise = mechanism, ledger, noise
         self._capture = Capture(module)
-        self._mechanism = mechanism
-        self._noise = noise
-        self._noise_multiplier = noise_multiplier
-        self._lot_size = lot_size
-        self._views = views
-        self._mean_loss = mean_loss
-        self._refuse_seeds = refuse_seeds
-        self._charge = charge
         self.guard = Guard(
             module,
             self._capture,
             criterion=criterion,
-            views=views,
-            mean_loss=mean_loss,
+            views=plan.views,
+            mean_loss=plan.loss_reduction == "mean",
             warn=warn,
         )
         self._piece: Piece | None = None
-        self._total: Sums | None = None
+        self._total: Sums = {}
+        self._charged_passes: set[int] = set()
         self._step_hooks = [
-            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_pre_hook(_BeforeStep(self)),
             optimizer.register_step_post_hook(lambda *_: self.guard.stepped()),
         ]
+        self._watcher = watch_for_wrappers(module)
+        loader.on_piece = self.on_piece
+        loader.on_batch = self.guard.hand_over
 
-    def on_piece(self, piece: Piece, *, new_epoch: bool = False) -> None:
+    def on_piece(self, piece: Piece) -> None:
         """A piece of a batch is about to be handed to the training loop."""
+        refuse_several_processes()  # torch.distributed may have been initialised since
+        new_epoch = piece.first and self._loader.position == 0
         lost = self._piece is not None and self._capture.heard
         self._piece = None
         self._capture.disarm()
@@ -78,22 +79,17 @@ class PrivateStep:
                 "gather a large batch from small pieces, pass max_physical_batch_size instead."
             )
         if piece.first:  # whatever an abandoned batch left behind was never released
-            self._total = None
+            self._total = {}
         self._piece = piece
         self.guard.expect(piece.samples, new_epoch=new_epoch)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped.
         self._capture.expect(
             max(piece.samples, 1),
-            views=self._views,
+            views=self._plan.views,
             discard=piece.samples == 0,
             carriers=self._mechanism.carriers(),
         )
-
-    @property
-    def samples(self) -> int:
-        """Samples of the batch at hand, 0 between batches."""
-        return 0 if self._piece is None else self._piece.samples
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,76 +98,90 @@ class PrivateStep:
         check_optimizer(optimizer, self._module)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._finish_piece()
+            self._step()
             return None
 
         def private_closure() -> Any:
             closure()
-            self._finish_piece()
+            self._step()
             # The loss has no noise: an optimizer that acts on it must not get it.
             return torch.full((), torch.nan)
 
         return (args[0], private_closure), {k: v for k, v in kwargs.items() if k != "closure"}
 
     @exact()
-    def _finish_piece(self) -> None:
+    def _step(self) -> None:
+        """One step, or, before the last piece of a batch, what this piece adds to it."""
+        piece, gradients = self._collect()
+        self._mechanism.prepare(self._capture)  # the public pass, if one is due
+        self._total = _added(self._total, self._mechanism.clipped_sum(gradients))
+        del gradients  # what they were made of is not needed any more
+        if not piece.last:
+            self._hand_over({})  # torch optimizers leave parameters without a gradient alone
+            return
+        total, self._total = self._total, {}  # in one process the sum over processes is its own
+        self._charge()  # before anything is released; raises if the budget does not allow it
+        released = self._mechanism.release(total, self._noise, self._plan.noise_multiplier)
+        gradient = self._mechanism.gradient(released)  # post-processing
+        torch._foreach_div_(list(gradient.values()), self._plan.expected_batch_size)
+        self._hand_over(gradient)
+
+    def _collect(self) -> tuple[Piece, Any]:
+        """The piece at hand and its gradients, once everything about them has been checked."""
         piece, self._piece = self._piece, None
         if piece is None:
             raise CaptureError(
                 "optimizer.step() without a fresh batch. Each step takes one batch from the "
                 "private loader: iterate over the loader that make_private returned."
             )
-        self._refuse_seeds()
-        scale = max(piece.samples, 1) if self._mean_loss else 1
-        gradients = self._capture.collect(scale=scale)
+        self._loader.refuse_seeds()
+        mean = self._plan.loss_reduction == "mean"
+        gradients = self._capture.collect(scale=max(piece.samples, 1) if mean else 1)
         self.guard.check()
-        part = self._mechanism.clipped_sum(gradients)
-        del gradients  # what they were made of is not needed any more
-        if self._total is None:
-            self._total = part
-        else:
-            self._total = {name: self._total[name] + value for name, value in part.items()}
-        parameters = dict(self._module.named_parameters())
-        if not piece.last:
-            for parameter in parameters.values():
-                parameter.grad = None  # torch optimizers leave such parameters alone
-            return
-        total, self._total = self._total, None
-        self._charge()  # before anything is released; raises if the budget does not allow it
-        released = self._mechanism.release(total, self._noise, self._noise_multiplier)
-        torch._foreach_div_(list(released.values()), self._lot_size)
-        for name, parameter in parameters.items():
+        return piece, gradients
+
+    def _charge(self) -> None:
+        """Every step of a Poisson sample; of a partition, the epoch before its first release."""
+        if self._plan.sampling.independent_steps:
+            self._ledger.charge(self._plan.event)
+        elif self._loader.passes not in self._charged_passes:
+            self._ledger.charge(self._plan.event)
+            self._charged_passes.add(self._loader.passes)
+
+    def _hand_over(self, gradient: Gradient) -> None:
+        for name, parameter in self._module.named_parameters():
             # Whatever else has a gradient, a weight frozen after backward() say, has none of ours.
-            value = released.get(name)
+            value = gradient.get(name)
             parameter.grad = None if value is None else value.to(parameter.dtype)
 
     def remove(self) -> None:
-        """Take every hook off the model and the optimizer."""
+        """Take every hook off the model and the optimizer, and refuse to go on."""
         for hook in self._step_hooks:
             hook.remove()
         self.guard.remove()
         self._capture.remove()
+        self._watcher.remove()
+        self._loader.on_piece = _refuse
 
 
-def check_device(module: nn.Module) -> None:
-    """Refuse a device without float64 (Apple's MPS): norms and noise are computed in it."""
-    for name, parameter in module.named_parameters():
-        try:
-            parameter.new_zeros(1, dtype=torch.float64)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(
-                f"Parameter '{name}' is on {parameter.device}, which has no float64. "
-                "Norms and noise need it: move the model to the CPU or to a CUDA device."
-            ) from error
+class _BeforeStep:
+    """The optimizer's hook; by its mark others see that the optimizer is taken."""
+
+    makes_steps_private = True
+
+    def __init__(self, step: PrivateStep) -> None:
+        self._step = step
+
+    def __call__(self, *args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        return self._step.before_step(*args)
 
 
-def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that would move parameters which the private step does not cover."""
-    known = set(module.parameters())
-    for index, group in enumerate(optimizer.param_groups):
-        if any(parameter not in known for parameter in group["params"]):
-            raise ValueError(
-                f"Parameter group {index} of the optimizer holds a parameter that is not part of "
-                "the model, so its gradient is not private. Build the optimizer from "
-                "model.parameters() (after dpspan.fix)."
-            )
+def _added(total: Sums, part: Sums) -> Sums:
+    return {name: total[name] + value for name, value in part.items()} if total else part
+
+
+def _refuse(_: Piece) -> None:
+    raise RuntimeError(
+        "engine.detach() ended the private run, so this loader hands out no more batches: training "
+        "on them would not be private."
+    )

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from dp_accounting import DpEvent
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -26,7 +27,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.public.data import batches_of
+from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew, torch_seed
 
@@ -41,6 +44,12 @@ class Draw(Protocol):
 
     @property
     def steps_per_epoch(self) -> int: ...
+
+    @property
+    def events_per_epoch(self) -> int: ...
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """What is charged: a step, or, where steps depend on one another, an epoch."""
 
     def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
         """Yield the record indices of each logical batch; a batch may be empty."""
@@ -57,9 +66,9 @@ class PoissonDraw:
     steps_per_epoch: int
 
     def __post_init__(self) -> None:
-        _check_count("records", self.records)
+        check_count("records", self.records)
         _check_rate(self.sample_rate)
-        _check_count("steps_per_epoch", self.steps_per_epoch)
+        check_count("steps_per_epoch", self.steps_per_epoch)
 
     @classmethod
     def one_pass(cls, *, records: int, sample_rate: float) -> PoissonDraw:
@@ -67,6 +76,15 @@ class PoissonDraw:
         _check_rate(sample_rate)
         steps = max(1, round(1 / sample_rate))
         return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)
+
+    @property
+    def events_per_epoch(self) -> int:
+        """Every step is an event."""
+        return self.steps_per_epoch
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """A Gaussian mechanism on a Poisson sample."""
+        return step_event(noise_multiplier, self.sample_rate)
 
     def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
         """Yield `steps_per_epoch` independent Poisson samples."""
@@ -92,13 +110,22 @@ class PartitionDraw:
     batches: int
 
     def __post_init__(self) -> None:
-        _check_count("records", self.records)
-        _check_count("batches", self.batches)
+        check_count("records", self.records)
+        check_count("batches", self.batches)
 
     @property
     def steps_per_epoch(self) -> int:
         """One step for each of the `batches`."""
         return self.batches
+
+    @property
+    def events_per_epoch(self) -> int:
+        """All steps of an epoch are one event."""
+        return 1
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """A Gaussian mechanism, without amplification by sampling."""
+        return gaussian_event(noise_multiplier)
 
     def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
         """Yield the parts of one random partition of all records."""
@@ -253,7 +280,7 @@ class PrivateLoader:
     @max_physical_batch_size.setter
     def max_physical_batch_size(self, size: int | None) -> None:
         if size is not None:
-            _check_count("max_physical_batch_size", size)
+            check_count("max_physical_batch_size", size)
         self._max_physical_batch_size = size
 
     def __len__(self) -> int:
@@ -381,7 +408,7 @@ class BatchMemoryManager:
     def __init__(
         self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: object = None
     ) -> None:
-        _check_count("max_physical_batch_size", max_physical_batch_size)
+        check_count("max_physical_batch_size", max_physical_batch_size)
         self._loader = data_loader
         self._inside = max_physical_batch_size
 
@@ -432,8 +459,3 @@ def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
 def _check_rate(sample_rate: float) -> None:
     if not 0 < sample_rate <= 1:
         raise ValueError(f"Expected sample_rate in (0, 1], got {sample_rate}.")
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"Expected {name} an int of at least 1, got {value!r}.")

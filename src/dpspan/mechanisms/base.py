@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 
-from dpspan.gradients.operator import PerSampleGradients
+from dpspan.gradients.capture import Capture
+from dpspan.gradients.operator import PerSampleGradients, SmallGradient
+from dpspan.mechanisms.clipping import ClippingRule, FlatClipping
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
+from dpspan.support.checks import check_count, check_positive, describe
 
+
+class Embedding(SmallGradient):
+    """Names the coordinates in a subspace among what a step sums."""
+
+    __slots__ = ()
+
+
+EMBEDDING = Embedding("embedding")
+
+# Sums over samples: of gradients by the parameter's name, of what carriers keep of a weight (`Left`
+# and `Right`), or of embeddings. What is no parameter has a type of its own: names may be anything.
 Sums = dict[str, Tensor]
+Gradient = dict[str, Tensor]  # by parameter
+
+
+def of_parameters(sums: Sums) -> Gradient:
+    """The sums that are of parameters' gradients in full."""
+    return {name: value for name, value in sums.items() if not isinstance(name, SmallGradient)}
 
 
 def _silent(_: str) -> None:
@@ -31,47 +52,51 @@ class Setting:
     warn: Callable[[str], None] = _silent  # to the operator and the certificate
 
 
-def check_one_clip(method: str, own: float | None, given: float) -> None:
-    """Refuse a `max_grad_norm` beside another clip."""
-    if own not in (None, given):
-        raise ValueError(
-            f"Expected one clip, got clip={own} in {method} and max_grad_norm={given}. Give one of "
-            "the two."
-        )
-
-
 class Mechanism(Protocol):
-    """What one step computes from a batch and what it releases.
+    """What one step computes from a batch, what it releases, and what it makes of that.
 
     `clipped_sum` is a sum over samples, so pieces of a batch, and processes, simply add up; noise
     comes once, in `release`. Adding or removing one sample moves the sums by at most a sensitivity
     that `release` covers with noise worth one Gaussian mechanism of the given noise multiplier.
+    `gradient` sees what was released and nothing else: it is post-processing.
     """
+
+    public: tuple[PublicData, ...] = ()  # what it uses; the engine keeps it apart from the private
 
     def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """The carriers (L, R) of parameters whose gradients this step needs only through them.
 
-        `clipped_sum` then gets `Left(name)` and `Right(name)` in place of 'name'.
+        `clipped_sum` then gets `Left(name)` and `Right(name)` in place of a parameter's name.
         """
+        return {}
+
+    def prepare(self, capture: Capture | None = None) -> None:
+        """The public pass of this step, if one is due; through `capture`, the run's own."""
+        return
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Sums of clipped quantities over the samples of one piece; touches private data."""
+        ...
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The noisy sum of gradients by parameter name; all that leaves a step."""
+        """The sums of a whole batch with noise: all that leaves a step."""
+        ...
 
-    @property
-    def public(self) -> tuple[PublicData, ...]:
-        """The public data that the mechanism uses; the engine keeps it apart from the private."""
+    def gradient(self, released: Sums) -> Gradient:
+        """What the optimizer gets (times the expected batch size), and the end of the step."""
+        return of_parameters(released)
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """What the mechanism noted while training; public or released things only."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """What the mechanism carries from step to step; released or public things only."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
+        return
 
 
 class Method(Protocol):
@@ -79,9 +104,86 @@ class Method(Protocol):
 
     def with_clip(self, clip: float) -> Self:
         """This method with the clip given as `max_grad_norm`, refused if it has another one."""
+        ...
 
     def bind(self, setting: Setting) -> Mechanism:
         """The mechanism for this run."""
+        ...
 
     def describe(self) -> dict[str, Any]:
         """The configuration as JSON, for the certificate and to recognise a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingMethod:
+    """What all our methods have: a clip C, a rule for clip factors, and a description.
+
+    Subclasses add fields and `bind`. `counts` names the fields that are whole numbers, each with
+    the least it may be.
+    """
+
+    counts: ClassVar[Mapping[str, int]] = {}
+
+    clip: float | None = None
+    clipping: ClippingRule = field(default_factory=FlatClipping)
+
+    def __post_init__(self) -> None:
+        self._check_positive("clip")
+        for name, least in self.counts.items():
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least=least))
+
+    def _check_positive(self, name: str) -> None:
+        if getattr(self, name) is not None:
+            check_positive(name, getattr(self, name))
+
+    @property
+    def clip_norm(self) -> float:
+        """C, 1 if none was given."""
+        return 1.0 if self.clip is None else self.clip
+
+    def with_clip(self, clip: float) -> Self:
+        """This method with the clip given as `max_grad_norm`, unless it already has another."""
+        if self.clip not in (None, clip):
+            raise ValueError(
+                f"Expected one clip, got clip={self.clip} in {type(self).__name__} and "
+                f"max_grad_norm={clip}. Give one of the two."
+            )
+        return dataclasses.replace(self, clip=clip)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and configuration; public data are in the ledger, by their digest."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        for name in ("public", "diagnose"):  # do not decide what is released
+            values.pop(name, None)
+        values["clip"] = self.clip_norm
+        plain = {
+            name: value if isinstance(value, int | float | str | None) else describe(value)
+            for name, value in values.items()
+        }
+        return {"method": type(self).__name__, **plain}
+
+
+class SteppedMechanism(Mechanism):
+    """A mechanism that counts its steps, since public samples or carriers depend on them."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and which public data the run uses."""
+        return {"step": self.step, "public": [data.digest for data in self.public]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that step."""
+        if state.keys() != {"step", "public"}:
+            raise ValueError(
+                f"Expected a method's state with step and public, got {sorted(state)}."
+            )
+        step = check_count("a method's step", state["step"], least=0)
+        if state["public"] != [data.digest for data in self.public]:
+            raise ValueError(
+                "The state does not fit this run: it was saved with other public data. Pass the "
+                "same public data as then."
+            )
+        self.step = step

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpspan.support.checks import check_count
+
 Matrices = Sequence[Tensor]  # each (…, rows, columns)
 Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
 
@@ -79,9 +81,8 @@ class History:
     iterations: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("warmup", self.warmup), ("iterations", self.iterations)):
-            if not isinstance(value, int) or value < 1:  # W_0 − W_0 has no directions
-                raise ValueError(f"Expected {name} an int of at least 1, got {value!r}.")
+        check_count("warmup", self.warmup)  # W_0 − W_0 has no directions
+        check_count("iterations", self.iterations)
 
     def carriers(
         self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
@@ -98,7 +99,7 @@ class History:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chance:
+class RandomCarriers:
     """Random directions, new ones at every step: the paper's control, RGP-random."""
 
     def carriers(

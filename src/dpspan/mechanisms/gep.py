@@ -17,34 +17,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.mechanisms.base import Setting, Sums
+from dpspan.mechanisms.base import EMBEDDING, Setting, Sums
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
-from dpspan.mechanisms.subspace_method import (
-    EMBEDDING,
-    SubspaceMechanism,
-    SubspaceMethod,
-    lengths,
-    weighted_sum,
-)
+from dpspan.mechanisms.subspace_method import SubspaceMechanism, SubspaceMethod
 
 
 @dataclass(frozen=True, kw_only=True)
 class GEP(SubspaceMethod):
-    """GEP: embedding and residual, each with its own clip and noise.
+    """GEP: embedding and residual, each with its own clip, and equal shares of the noise.
 
-    Args:
-        residual_clip: S2; a fifth of `clip` if left out, as in the paper.
-        embedding_share: the embedding's part of the privacy of a step, between 0 and 1: z1 =
-            z/√share, z2 = z/√(1 − share). Equal parts, z1 = z2 = √2·z, by default.
-        leftover: clip the residual first and let the embedding use what it left of the joint
-            sensitivity: with flat clipping, never clips more than separate clips.
-        clean_residual: take the part inside the subspace off the noisy residual, where there is
-            only noise (post-processing).
+    `residual_clip` is S2; a fifth of `clip` if left out, as in the paper.
 
     Examples:
         >>> import torch
@@ -53,23 +37,19 @@ class GEP(SubspaceMethod):
         >>> method = dpspan.GEP(public=images, rank=50, clip=1.0, residual_clip=0.2)
         >>> dpspan.GEP(public=images, rank=0)
         Traceback (most recent call last):
-        ValueError: Expected rank an int of at least 1 in GEP, got 0.
+        ValueError: Expected rank to be an integer of at least 1, got 0.
     """
 
     residual_clip: float | None = None
-    embedding_share: float = 0.5
-    leftover: bool = False
-    clean_residual: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.residual_clip is not None and not 0 < self.residual_clip < float("inf"):
-            raise ValueError(f"Expected residual_clip > 0, got {self.residual_clip}.")
-        if not 0 < self.embedding_share < 1:
-            raise ValueError(
-                f"Expected embedding_share between 0 and 1, got {self.embedding_share}. For the "
-                "embedding alone, use BiasedGEP."
-            )
+        self._check_positive("residual_clip")
+
+    @property
+    def residual_norm(self) -> float:
+        """S2."""
+        return self.clip_norm / 5 if self.residual_clip is None else self.residual_clip
 
     def bind(self, setting: Setting) -> GEPMechanism:
         """The mechanism for this run."""
@@ -77,18 +57,33 @@ class GEP(SubspaceMethod):
 
     def describe(self) -> dict[str, Any]:
         """Name and configuration."""
-        return {
-            **super().describe(),
-            "residual_clip": self.residual_norm,
-            "embedding_share": self.embedding_share,
-            "leftover": self.leftover,
-            "clean_residual": self.clean_residual,
-        }
+        return {**super().describe(), "residual_clip": self.residual_norm}
 
-    @property
-    def residual_norm(self) -> float:
-        """S2."""
-        return self.clip_norm / 5 if self.residual_clip is None else self.residual_clip
+
+class GEPMechanism(SubspaceMechanism):
+    """One step of GEP."""
+
+    def __init__(self, method: GEP, setting: Setting) -> None:
+        super().__init__(method, setting, passes=2)
+        self._s1, self._s2 = self._clip, method.residual_norm
+
+    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
+        """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) by parameter."""
+        w, residual = self.span.split(gradients)
+        factors = clip_factors(self._clipping, residual.norm_bounds(), self._s2)
+        return {EMBEDDING: self._clipped_embedding(w), **residual.combine(factors)}
+
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """Both sums with noise of z1 = z2 = √2·z: equal shares of the step's privacy."""
+        z = math.sqrt(2) * noise_multiplier
+        w: Sums = {EMBEDDING: total[EMBEDDING]}
+        r = {name: value for name, value in total.items() if name is not EMBEDDING}
+        size = sum(value.numel() for value in r.values())
+        self._noise_energy = {
+            "embedding": self.span.dimensions * (z * self._s1) ** 2,
+            "residual": size * (z * self._s2) ** 2,
+        }
+        return {**noise.add(w, std=z * self._s1), **noise.add(r, std=z * self._s2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,54 +106,8 @@ class BiasedGEPMechanism(SubspaceMechanism):
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), k numbers."""
-        w = self._keeper.span().embed(gradients)
-        return {EMBEDDING: weighted_sum(clip_factors(self._clipping, lengths(w), self._clip), w)}
+        return {EMBEDDING: self._clipped_embedding(self.span.embed(gradients))}
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The noisy embedding, lifted to parameters."""
-        return self._release_embedding(total, noise, noise_multiplier * self._clip)
-
-
-class GEPMechanism(SubspaceMechanism):
-    """One step of GEP."""
-
-    def __init__(self, method: GEP, setting: Setting) -> None:
-        super().__init__(method, setting, passes=2)
-        self._s1, self._s2 = self._clip, method.residual_norm
-        self._share = method.embedding_share
-        self._leftover, self._clean = method.leftover, method.clean_residual
-
-    def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
-        """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) by parameter."""
-        w, residual = self._keeper.span().split(gradients)
-        bounds = residual.norm_bounds()
-        r_factors = clip_factors(self._clipping, bounds, self._s2)
-        s1 = self._leftover_clip(r_factors * bounds) if self._leftover else self._s1
-        w_factors = clip_factors(self._clipping, lengths(w), s1)
-        return {EMBEDDING: weighted_sum(w_factors, w), **residual.combine(r_factors)}
-
-    def _leftover_clip(self, r_norms: Tensor) -> Tensor:
-        """How long each w may be: share·(‖w‖/S1)² + (1 − share)·(‖r‖/S2)² ≤ 1."""
-        used = torch.nan_to_num(r_norms / self._s2).clamp(max=1.0).square()
-        return self._s1 * ((1 - (1 - self._share) * used) / self._share).sqrt()
-
-    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """Both sums with their noise, together in parameter space."""
-        std1 = self._s1 * noise_multiplier / math.sqrt(self._share)
-        std2 = self._s2 * noise_multiplier / math.sqrt(1 - self._share)
-        span = self._keeper.span()
-        w = noise.add({EMBEDDING: total[EMBEDDING]}, std1)[EMBEDDING]
-        r = {name: value for name, value in total.items() if name != EMBEDDING}
-        if self._clean:
-            r = noise.add(r, std2)
-            gradient = _sum(r, span.lift(w - span.embed_vector(r)))
-        else:
-            gradient = noise.add(_sum(r, span.lift(w)), std2)
-        size = sum(value.numel() for value in r.values())
-        energy = {"embedding": span.dimensions * std1**2, "residual": size * std2**2}
-        self._keeper.finish(w, gradient, energy)
-        return gradient
-
-
-def _sum(x: Sums, y: Sums) -> Sums:
-    return {name: value + y[name] for name, value in x.items()}
+        """The embedding with noise of z1 = z."""
+        return self._noisy_embedding(total, noise, std=noise_multiplier * self._clip)

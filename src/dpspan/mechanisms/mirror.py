@@ -12,29 +12,28 @@ unless `public_clip` says so.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.mechanisms.base import Setting, Sums, check_one_clip
-from dpspan.mechanisms.clipping import ClippingRule, FlatClipping, clip_factors
+from dpspan.mechanisms.base import ClippingMethod, Gradient, Setting, SteppedMechanism, Sums
+from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.mechanisms.noise import Noise
 from dpspan.mechanisms.schedule import Mixing
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource, RealLabels
-from dpspan.support.checks import check_number, describe, expect
+from dpspan.support.checks import check_number, expect
 from dpspan.support.device_facts import Health
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorDescent:
+class MirrorDescent(ClippingMethod):
     """DP-SGD with the gradient of labelled public samples mixed into every step.
 
     Args:
@@ -49,7 +48,7 @@ class MirrorDescent:
             both gradients to one scale.
         clipping: the rule for clip factors.
         diagnose: note norms and cosine of the two gradients every so many steps; 0: never.
-        seed: of what is random about public samples (which of them, dropout); no secret.
+        seed: of what is random about public samples (which of them, dropout); not a secret.
 
     Examples:
         >>> import torch
@@ -60,17 +59,19 @@ class MirrorDescent:
         ... )
     """
 
+    counts = {"public_samples": 1, "diagnose": 0, "seed": 0}  # noqa: RUF012
+
     public: Any = field(repr=False, compare=False)
     mixing: Mixing
-    clip: float | None = None
     public_samples: int = 256
     public_loss: Callable[..., Tensor] | None = None
     public_clip: float | None = None
-    clipping: ClippingRule = field(default_factory=FlatClipping)
     diagnose: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("public_clip")
         expect(
             isinstance(self.mixing, Mixing),
             "mixing to be CosineMixing(steps=…), ConstantMixing(share=…) or an object with "
@@ -83,23 +84,6 @@ class MirrorDescent:
             "dataclass has one)",
             self.mixing,
         )
-        for name in ("clip", "public_clip"):
-            value = getattr(self, name)
-            expect(value is None or 0 < value < math.inf, f"{name} > 0", value)
-        for name, least in (("public_samples", 1), ("diagnose", 0), ("seed", 0)):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            expect(whole and value >= least, f"{name} an int of at least {least}", value)
-
-    def with_clip(self, clip: float) -> MirrorDescent:
-        """This method with clip C, unless it already has another."""
-        check_one_clip("MirrorDescent", self.clip, clip)
-        return dataclasses.replace(self, clip=clip)
-
-    @property
-    def clip_norm(self) -> float:
-        """C, 1 if none was given."""
-        return 1.0 if self.clip is None else self.clip
 
     def bind(self, setting: Setting) -> MirrorMechanism:
         """The mechanism for this run."""
@@ -133,58 +117,60 @@ class MirrorDescent:
         return gradients
 
     def describe(self) -> dict[str, Any]:
-        """Name and configuration; the public data itself is in the ledger, by its digest."""
-        return {
-            "method": "MirrorDescent",
-            "mixing": repr(self.mixing),
-            "clip": self.clip_norm,
-            "public_samples": self.public_samples,
-            "public_loss": None if self.public_loss is None else describe(self.public_loss),
-            "public_clip": self.public_clip,
-            "clipping": describe(self.clipping),
-            "seed": self.seed,
-        }
+        """Name and configuration; a schedule of your own is known by its repr."""
+        return {**super().describe(), "mixing": repr(self.mixing)}
 
 
-class MirrorMechanism:
+class MirrorMechanism(SteppedMechanism):
     """One step of mirror descent: DP-SGD's release, then the public gradient."""
 
     def __init__(
         self, method: MirrorDescent, setting: Setting, gradients: PublicGradientSource
     ) -> None:
+        super().__init__()
         self._method, self._gradients = method, gradients
         self._private = DPSGDMechanism(method.clip_norm, method.clipping)
         self._lot_size, self._warn = setting.expected_batch_size, setting.warn
         self._notes: list[dict[str, Any]] = []
         self._health = Health()
-        self._step = 0
-        self._alpha(0)  # a schedule that cannot be used is refused before training
+        self._public_mean: Gradient | None = None  # h_t, where the step needs it
+        self.public = (gradients.data,)
+        self._alpha()  # a schedule that cannot be used is refused before training
 
-    def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """None: gradients are needed in full."""
-        return {}
+    def prepare(self, capture: Capture | None = None) -> None:
+        """h_t, unless the private gradient counts alone."""
+        if self._public_mean is None and (self._alpha() < 1 or self._diagnosing):
+            self._public_mean = self._mean(self._gradients(self.step, capture))
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(g_i, C), by parameter."""
         return self._private.clipped_sum(gradients)
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """α_t·(the sum plus z·C·N(0, I)) + (1 − α_t)·L·h_t: whoever asked divides by L."""
-        step, self._step = self._step, self._step + 1
-        noisy = self._private.release(total, noise, noise_multiplier)
-        alpha = self._alpha(step)
-        diagnosing = self._method.diagnose > 0 and step % self._method.diagnose == 0
-        if alpha == 1 and not diagnosing:
-            return noisy
-        public = self._public_mean(step)
-        if diagnosing:
-            self._note(step, alpha, noisy, public)
-        weight = (1 - alpha) * self._lot_size
-        return {name: alpha * value + weight * public[name] for name, value in noisy.items()}
+        """The sum plus z·C·N(0, I)."""
+        return self._private.release(total, noise, noise_multiplier)
 
-    def _alpha(self, step: int) -> float:
-        alpha = check_number("alpha(step)", self._method.mixing.alpha(step))
-        expect(0 <= alpha <= 1, f"alpha({step}) from 0 to 1 in {self._method.mixing!r}", alpha)
+    def gradient(self, released: Sums) -> Gradient:
+        """α_t·L·g_t + (1 − α_t)·L·h_t: whoever asked divides by L."""
+        noisy, alpha = self._private.gradient(released), self._alpha()
+        public, self._public_mean = self._public_mean, None
+        assert public is not None or alpha == 1, "prepare() comes first"
+        if public is not None:
+            if self._diagnosing:
+                self._note(alpha, noisy, public)
+            weight = (1 - alpha) * self._lot_size
+            noisy = {name: alpha * value + weight * public[name] for name, value in noisy.items()}
+        self.step += 1
+        return noisy
+
+    @property
+    def _diagnosing(self) -> bool:
+        return self._method.diagnose > 0 and self.step % self._method.diagnose == 0
+
+    def _alpha(self) -> float:
+        alpha = check_number("alpha(step)", self._method.mixing.alpha(self.step))
+        what = f"alpha({self.step}) from 0 to 1 in {self._method.mixing!r}"
+        expect(0 <= alpha <= 1, what, alpha)
         if alpha == 0:
             self._warn(
                 "the mixing of MirrorDescent has reached α = 0: steps are charged, but use public "
@@ -192,9 +178,8 @@ class MirrorMechanism:
             )
         return float(alpha)
 
-    def _public_mean(self, step: int) -> Sums:
-        """h_t, clipped sample by sample if that was asked for."""
-        gradients = self._gradients(step)
+    def _mean(self, gradients: PerSampleGradients) -> Gradient:
+        """The mean of public gradients, clipped sample by sample if that was asked for."""
         clip = self._method.public_clip
         factors = torch.ones(gradients.samples, dtype=torch.float64, device=gradients.device)
         if clip is not None:
@@ -211,24 +196,19 @@ class MirrorMechanism:
         # On a GPU the error comes a step late: until then only the private gradient counts.
         return {name: torch.where(finite, value, 0.0) for name, value in mean.items()}
 
-    def _note(self, step: int, alpha: float, noisy: Sums, public: Sums) -> None:
+    def _note(self, alpha: float, noisy: Gradient, public: Gradient) -> None:
         """Of the private gradient only what has its noise: that may be looked at for nothing."""
         private = {name: value.double() / self._lot_size for name, value in noisy.items()}
         lengths = _inner(private, private).sqrt(), _inner(public, public).sqrt()
         self._notes.append(
             {
-                "step": step,
+                "step": self.step,
                 "alpha": alpha,
                 "released_norm": lengths[0],
                 "public_norm": lengths[1],
                 "cosine": _inner(private, public) / (lengths[0] * lengths[1]).clamp(min=1e-300),
             }
         )
-
-    @property
-    def public(self) -> tuple[PublicData, ...]:
-        """The public data."""
-        return (self._gradients.data,)
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """Notes on the two gradients: lengths in the units of a mean gradient, and the cosine."""
@@ -237,25 +217,11 @@ class MirrorMechanism:
             for note in self._notes
         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The step, which decides α and the public samples, and which public data the run uses."""
-        return {"step": self._step, "public": [data.digest for data in self.public]}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from that step."""
-        if state.keys() != {"step", "public"}:
-            raise ValueError(
-                f"Expected a method's state with step and public, got {sorted(state)}."
-            )
-        whole = type(state["step"]) is int and state["step"] >= 0
-        expect(whole, "a method's state with step a whole number of at least 0", state["step"])
-        if state["public"] != [data.digest for data in self.public]:
-            raise ValueError(
-                "The state does not fit this run: it was saved with other public data. Pass the "
-                "same public data as then."
-            )
-        self._step = state["step"]
+        super().load_state_dict(state)
+        self._public_mean = None
 
 
-def _inner(x: Sums, y: Sums) -> Tensor:
+def _inner(x: Gradient, y: Gradient) -> Tensor:
     return torch.stack([(v.double() * y[name].double()).sum() for name, v in x.items()]).sum()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -32,7 +33,7 @@ class Noise:
         self._streams: list[np.random.Generator] = []
         self._on_devices: dict[torch.device, torch.Generator] = {}
 
-    def add(self, parts: dict[str, Tensor], std: float) -> dict[str, Tensor]:
+    def add(self, parts: Mapping[str, Tensor], std: float) -> dict[str, Tensor]:
         """Each part plus independent N(0, std²) noise, drawn for all of them at once."""
         sizes = [part.numel() for part in parts.values()]
         flat = torch.cat([part.flatten() for part in parts.values()])

@@ -13,22 +13,13 @@ mechanism of noise multiplier z. The subspace comes from public data and release
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.mechanisms.base import Setting, Sums
-from dpspan.mechanisms.clipping import clip_factors
+from dpspan.mechanisms.base import EMBEDDING, Gradient, Setting, Sums
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.mechanisms.noise import Noise
-from dpspan.mechanisms.subspace_method import (
-    EMBEDDING,
-    SubspaceMechanism,
-    SubspaceMethod,
-    lengths,
-    weighted_sum,
-)
+from dpspan.mechanisms.subspace_method import SubspaceMechanism, SubspaceMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +35,19 @@ class PDPSGD(SubspaceMethod):
         >>> method = dpspan.PDPSGD(public=(images, labels), rank=50, clip=1.0, public_labels="real")
     """
 
+    counts = {**SubspaceMethod.counts, "start": 0, "start_epoch": 0}  # noqa: RUF012
+
     start: int = 0
     start_epoch: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("start", self.start), ("start_epoch", self.start_epoch)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"Expected {name} an int of at least 0, got {value!r}.")
         if self.start and self.start_epoch:
             raise ValueError("Expected start (in steps) or start_epoch, got both.")
 
     def bind(self, setting: Setting) -> PDPSGDMechanism:
         """The mechanism for this run."""
         return PDPSGDMechanism(self, setting)
-
-    def describe(self) -> dict[str, Any]:
-        """Name and configuration."""
-        return {**super().describe(), "start": self.start, "start_epoch": self.start_epoch}
 
 
 class PDPSGDMechanism(SubspaceMechanism):
@@ -72,17 +58,27 @@ class PDPSGDMechanism(SubspaceMechanism):
         self._start = method.start or method.start_epoch * setting.steps_per_epoch
         self._unprojected = DPSGDMechanism(self._clip, self._clipping)
 
+    def prepare(self, capture: Capture | None = None) -> None:
+        """No subspace before `start`."""
+        if self.step >= self._start:
+            super().prepare(capture)
+
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i B clip(g_i, C), k numbers."""
-        if self._keeper.step < self._start:
+        if self.step < self._start:
             return self._unprojected.clipped_sum(gradients)
-        w = self._keeper.span().embed(gradients)
-        norms = torch.maximum(gradients.norm_bounds(), lengths(w))
-        return {EMBEDDING: weighted_sum(clip_factors(self._clipping, norms, self._clip), w)}
+        w = self.span.embed(gradients)
+        return {EMBEDDING: self._clipped_embedding(w, norms=gradients.norm_bounds())}
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The noisy embedding, lifted to parameters."""
-        if self._keeper.step < self._start:
-            self._keeper.step += 1
+        """The embedding plus z·C·N(0, I_k)."""
+        if self.step < self._start:
             return self._unprojected.release(total, noise, noise_multiplier)
-        return self._release_embedding(total, noise, noise_multiplier * self._clip)
+        return self._noisy_embedding(total, noise, std=noise_multiplier * self._clip)
+
+    def gradient(self, released: Sums) -> Gradient:
+        """The noisy embedding, lifted to parameters."""
+        if self.step < self._start:
+            self.step += 1
+            return self._unprojected.gradient(released)
+        return super().gradient(released)

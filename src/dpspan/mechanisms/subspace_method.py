@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpspan.mechanisms.base import Setting, Sums, check_one_clip
-from dpspan.mechanisms.clipping import ClippingRule, FlatClipping
+from dpspan.gradients.capture import Capture
+from dpspan.mechanisms.base import (
+    EMBEDDING,
+    ClippingMethod,
+    Gradient,
+    Setting,
+    SteppedMechanism,
+    Sums,
+)
+from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
-from dpspan.mechanisms.span_keeper import SpanKeeper
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import Labels, PublicGradientSource, labels_of
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.sources import (
+    GroupedSubspace,
     Groups,
     PublicSpan,
     RandomSpan,
@@ -25,13 +32,12 @@ from dpspan.subspaces.sources import (
     SpanSource,
     grouped,
 )
-from dpspan.support.checks import describe
-
-EMBEDDING = "subspace:embedding"  # the sum of embeddings among what a step sums
+from dpspan.subspaces.subspace import stable_rank
+from dpspan.support.checks import check_count, describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubspaceMethod:
+class SubspaceMethod(ClippingMethod):
     """Configuration that PDPSGD, BiasedGEP and GEP have in common.
 
     Args:
@@ -51,12 +57,13 @@ class SubspaceMethod:
         subspace: `RandomSubspace(rank)` instead of public data.
         clipping: the rule for clip factors.
         diagnose: note spectrum, drift and noise every so many steps; 0: never.
-        seed: of what is random about public samples (which of them, dropout); no secret.
+        seed: of what is random about public samples (which of them, dropout); not a secret.
     """
+
+    counts = {"refresh": 1, "public_samples": 1, "diagnose": 0, "seed": 0}  # noqa: RUF012
 
     public: Any = field(default=None, repr=False, compare=False)
     rank: int | None = None
-    clip: float | None = None
     public_labels: str | Labels = "random"
     public_loss: Callable[..., Tensor] | None = None
     public_samples: int = 2000
@@ -64,50 +71,26 @@ class SubspaceMethod:
     refresh: int = 1
     solver: Solver = field(default_factory=Eigh)
     subspace: RandomSubspace | None = None
-    clipping: ClippingRule = field(default_factory=FlatClipping)
     diagnose: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
+        super().__post_init__()
         if (self.public is None) == (self.subspace is None):
             raise ValueError(
-                f"{name} needs a subspace: pass public= (public data) and rank=, or "
+                f"{type(self).__name__} needs a subspace: pass public= (public data) and rank=, or "
                 "subspace=RandomSubspace(rank=...)."
             )
-        if self.public is not None and (not isinstance(self.rank, int) or self.rank < 1):
-            raise ValueError(f"Expected rank an int of at least 1 in {name}, got {self.rank!r}.")
+        if self.public is not None:
+            object.__setattr__(self, "rank", check_count("rank", self.rank))
         if self.subspace is not None and self.rank not in (None, self.subspace.rank):
             raise ValueError(f"Expected one rank, got rank={self.rank} and {self.subspace}.")
         if self.subspace is not None and self.groups != 1:
             raise ValueError("A random subspace has no groups: leave groups= out.")
-        if isinstance(self.groups, int) and self.groups < 1:
-            raise ValueError(f"Expected groups of at least 1, got {self.groups}.")
-        if not isinstance(self.groups, int) and not callable(self.groups):
-            raise ValueError(
-                "Expected groups to be a number of groups or a function from a parameter's name to "
-                f"its group (dpspan.by_stage), got {self.groups!r}."
-            )
-        if self.clip is not None and not 0 < self.clip < float("inf"):
-            raise ValueError(f"Expected clip > 0, got {self.clip}.")
-        numbers = (("refresh", 1), ("public_samples", 1), ("diagnose", 0), ("seed", 0))
-        for field_name, least in numbers:
-            value = getattr(self, field_name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"Expected {field_name} an int of at least {least}, got {value!r}."
-                )
+        if not callable(self.groups):
+            what = "groups (or pass a function from a parameter's name to its group: by_stage)"
+            object.__setattr__(self, "groups", check_count(what, self.groups))
         labels_of(self.public_labels)
-
-    def with_clip(self, clip: float) -> Self:
-        """This method with the clip given as `max_grad_norm`, unless it already has another."""
-        check_one_clip(type(self).__name__, self.clip, clip)
-        return dataclasses.replace(self, clip=clip)
-
-    @property
-    def clip_norm(self) -> float:
-        """The clip, 1 if none was given."""
-        return 1.0 if self.clip is None else self.clip
 
     def source(self, setting: Setting) -> SpanSource:
         """Where the subspaces of this run come from."""
@@ -135,72 +118,122 @@ class SubspaceMethod:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Name and configuration; the public data itself is in the ledger, by its digest."""
-        public = self.public is not None
-        return {
-            "method": type(self).__name__,
-            "subspace": "public gradients" if public else repr(self.subspace),
-            "rank": self.rank if self.subspace is None else self.subspace.rank,
-            "clip": self.clip_norm,
-            "public_labels": describe(labels_of(self.public_labels)) if public else None,
-            "public_loss": None if self.public_loss is None else describe(self.public_loss),
-            "public_samples": self.public_samples if public else None,
-            "groups": self.groups if isinstance(self.groups, int) else describe(self.groups),
-            "refresh": self.refresh,
-            "solver": describe(self.solver) if public else None,
-            "seed": self.seed,
-            "clipping": describe(self.clipping),
-        }
+        """Name and configuration; what only public data need is None for a random subspace."""
+        plain = super().describe()
+        if self.subspace is not None:
+            nothing = dict.fromkeys(("public_labels", "public_samples", "solver"))
+            return {**plain, **nothing, "rank": self.subspace.rank}
+        labels = describe(labels_of(self.public_labels))
+        return {**plain, "subspace": "public gradients", "public_labels": labels}
 
 
-class SubspaceMechanism:
-    """The part of a mechanism that is the same for all methods in a subspace."""
+class SubspaceMechanism(SteppedMechanism):
+    """Keeps the subspace of the present step, and takes embeddings through it.
+
+    The subspace depends on the step's number, public data and released weights only, so all pieces
+    of a batch (and all processes) see the same one.
+    """
 
     def __init__(self, method: SubspaceMethod, setting: Setting, *, passes: int) -> None:
+        super().__init__()
         self._clip, self._clipping = method.clip_norm, method.clipping
-        self._keeper = SpanKeeper(
-            method.source(setting),
-            refresh=method.refresh,
-            products=passes * setting.expected_batch_size,
-            diagnose=method.diagnose,
-        )
+        self._source, self._refresh = method.source(setting), method.refresh
+        self._products = passes * setting.expected_batch_size * method.refresh
+        self._diagnose = method.diagnose
+        self._span: GroupedSubspace | None = None
+        self._number = -1  # of the present subspace
+        self._earlier: GroupedSubspace | None = None
+        self._noise_energy: dict[str, float] = {}  # expected, of the present step
+        self._notes: list[dict[str, Any]] = []
+        self.public = self._source.public
 
-    def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """None: gradients are needed in full."""
-        return {}
+    def prepare(self, capture: Capture | None = None) -> None:
+        """The subspace of this step, if the last one has served its time."""
+        number = self.step // self._refresh
+        if self._span is None or number != self._number:
+            # Let go first: two subspaces at once would take twice the memory.
+            self._earlier, self._span = (self._span if self._diagnosing else None), None
+            self._span = self._source.span(number, products=self._products, capture=capture)
+            self._number = number
 
-    def _release_embedding(self, total: Sums, noise: Noise, std: float) -> Sums:
-        """The sum of embeddings with noise of this size, lifted to parameters."""
-        span = self._keeper.span()
-        w = noise.add(total, std)[EMBEDDING]
-        gradient = span.lift(w)
-        self._keeper.finish(w, gradient, {"embedding": span.dimensions * std**2})
+    @property
+    def span(self) -> GroupedSubspace:
+        """The subspace of the present step."""
+        assert self._span is not None, "prepare() comes first"
+        return self._span
+
+    def _clipped_embedding(self, w: Tensor, norms: Tensor | None = None) -> Tensor:
+        """Σ_i clip(w_i, C), where a sample may count as longer than its embedding."""
+        lengths = _lengths(w) if norms is None else torch.maximum(norms, _lengths(w))
+        return weighted_sum(clip_factors(self._clipping, lengths, self._clip), w)
+
+    def _noisy_embedding(self, total: Sums, noise: Noise, std: float) -> Sums:
+        self._noise_energy = {"embedding": self.span.dimensions * std**2}
+        return noise.add({EMBEDDING: total[EMBEDDING]}, std=std)
+
+    def gradient(self, released: Sums) -> Gradient:
+        """The embedding lifted to parameters, and what was released beside it."""
+        gradient = {
+            name: value + released[name] if name in released else value
+            for name, value in self.span.lift(released[EMBEDDING]).items()
+        }
+        if self._diagnosing:  # from what has been released: that may be looked at for nothing
+            self._notes.append(self._note(released[EMBEDDING], gradient))
+        self.step += 1
         return gradient
 
     @property
-    def public(self) -> tuple[PublicData, ...]:
-        """The public data behind the subspace."""
-        return self._keeper.public
+    def _diagnosing(self) -> bool:
+        return self._diagnose > 0 and self.step % self._diagnose == 0
+
+    def _note(self, embedding: Tensor, gradient: Gradient) -> dict[str, Any]:
+        parts = list(self.span.parts.values())
+        note: dict[str, Any] = {
+            "step": self.step,
+            "noise_energy": self._noise_energy,
+            "released_energy": {
+                "embedding": _energy(embedding),
+                "gradient": torch.stack([_energy(value) for value in gradient.values()]).sum(),
+            },
+            "rank": [part.live for part in parts],
+            "eigenvalues": [part.eigenvalues for part in parts],
+            "stable_rank": [stable_rank(part.eigenvalues) for part in parts],
+        }
+        if self._earlier is not None:
+            pairs = zip(parts, self._earlier.parts.values(), strict=True)
+            note["drift"] = [part.drift(earlier) for part, earlier in pairs]
+        self._earlier = None
+        return note
 
     def diagnostics(self) -> list[dict[str, Any]]:
-        """Notes on subspace and noise."""
-        return self._keeper.notes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step, and the public data's digest."""
-        return self._keeper.state_dict()
+        """Notes on subspace and noise, as plain numbers and lists."""
+        plain: list[dict[str, Any]] = [_plain(note) for note in self._notes]
+        return plain
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that step."""
-        self._keeper.load_state_dict(state)
-
-
-def lengths(embeddings: Tensor) -> Tensor:
-    """Norms of rows in float64, rounded up."""
-    norms: Tensor = torch.linalg.vector_norm(embeddings, dim=1)
-    return norms * (1 + 2.0**-53 * (embeddings.shape[1] + 16))
+        """Go on from that step; its subspace is computed anew."""
+        super().load_state_dict(state)
+        self._span, self._number = None, -1
 
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """wᵀX, where a row of weight zero adds nothing, even if it is not finite."""
     return weights.to(rows) @ torch.where(weights.unsqueeze(1) != 0, rows, 0.0)
+
+
+def _lengths(embeddings: Tensor) -> Tensor:
+    """Norms of rows in float64, rounded up."""
+    norms: Tensor = torch.linalg.vector_norm(embeddings, dim=1)
+    return norms * (1 + 2.0**-53 * (embeddings.shape[1] + 16))
+
+
+def _energy(value: Tensor) -> Tensor:
+    return value.double().square().sum()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -66,6 +66,7 @@ class Guard:
         self._order_known = views == 1
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
+        self._checked = True  # between batches: what the model sees then is public
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
         self._hooks = [
             module.register_forward_pre_hook(
@@ -79,7 +80,7 @@ class Guard:
                 criterion,
                 mean=mean_loss,
                 samples=lambda: self._samples,
-                due=lambda: self._due,
+                due=lambda: self._due and not self._checked,
                 look=self._look_at_order,
             )
 
@@ -93,7 +94,7 @@ class Guard:
             self._check_use()
             self._handed = self._used = 0
         self._handed += 1
-        self._samples = samples
+        self._samples, self._checked = samples, False
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
         self._contents = None
@@ -108,7 +109,7 @@ class Guard:
 
     def check(self) -> None:
         """Between hand-over and step, a batch may change gradients only."""
-        self._handed_over, self._outputs = [], []
+        self._handed_over, self._outputs, self._checked = [], [], True
         harmless = self._harmless_names()
         changed = [
             n for n in _differing(self._versions, self._tensor_versions()) if n not in harmless
@@ -130,6 +131,11 @@ class Guard:
                 "a step was taken before the model could be checked to keep samples apart: it was "
                 "not called as a whole on the batch, or no gradient was finite"
             )
+
+    @property
+    def _watching(self) -> bool:
+        """Whether the batch at hand is a private one: the step's public pass records, too."""
+        return self._capture.active and not self._checked
 
     def stepped(self) -> None:
         """The optimizer has moved the weights."""
@@ -183,7 +189,7 @@ class Guard:
     def _look_at_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Probe the model; notice inputs of varying length."""
         samples, rows = self._samples, self._samples * self._views
-        if self._probing or not self._capture.active or samples < 2:
+        if self._probing or not self._watching or samples < 2:
             return
         batch, others = call_paths((args, kwargs), rows)
         if not batch:
@@ -235,7 +241,7 @@ class Guard:
 
     def _look_at_outputs(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         """Hear of the backward pass of what the loop makes of them."""
-        if self._probing or not self._due or not self._capture.active:
+        if self._probing or not self._due or not self._watching:
             return None
         sizes = {
             x.shape[:1] for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad
@@ -248,7 +254,7 @@ class Guard:
         return told
 
     def _look_at_loss(self, loss: Tensor) -> None:
-        if not self._outputs or loss.dim() or not self._capture.active:
+        if not self._outputs or loss.dim() or not self._watching:
             return  # of an earlier batch
         declared, other = ("mean", "sum") if self._mean_loss else ("sum", "mean")
         found = reductions(loss, self._samples)

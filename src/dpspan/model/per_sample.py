@@ -50,15 +50,7 @@ def per_sample_gradients(
 
     def gradients(*batch: Any) -> PerSampleGradients:
         with Capture(model) as capture:
-            capture.expect(samples)
-            losses = loss_fn(model, *batch)
-            if losses.shape != (samples,):
-                raise ValueError(
-                    f"Expected loss_fn to return one loss per sample, shape ({samples},), got "
-                    f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
-                )
-            losses.sum().backward()
-            return capture.collect()
+            return recorded(capture, lambda: loss_fn(model, *batch), samples)
 
     if not check or samples < 2:
         return gradients(*batch)
@@ -85,6 +77,19 @@ def per_sample_gradients(
             )
         break
     return result
+
+
+def recorded(capture: Capture, loss_fn: Callable[[], Tensor], samples: int) -> PerSampleGradients:
+    """The gradients of one loss per sample, recorded by a capture of the model."""
+    capture.expect(samples)
+    losses = loss_fn()
+    if losses.shape != (samples,):
+        raise ValueError(
+            f"Expected loss_fn to return one loss per sample, shape ({samples},), got "
+            f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
+        )
+    losses.sum().backward()
+    return capture.collect()
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

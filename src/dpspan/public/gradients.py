@@ -8,7 +8,7 @@ run that was resumed, computes the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.model.per_sample import per_sample_gradients
+from dpspan.model.per_sample import recorded
 from dpspan.public.data import PublicData, Samples
 from dpspan.public.losses import (
     SampleCriterion,
@@ -238,12 +239,14 @@ class PublicGradientSource:
         check_seed(self.seed)
         self._on_device: tuple[torch.device, list[_Piece]] | None = None
 
-    def __call__(self, refresh: int) -> PerSampleGradients:
-        """The gradients for refresh number `refresh`; leaves the model as it was."""
+    def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
+        """The gradients for refresh number `refresh`; leaves the model as it was.
+
+        Recorded by `capture` where the model has one already.
+        """
         with torch.enable_grad(), _on_copies(self.model, self._generator(refresh, _MODEL)):
-            return PerSampleGradients.concatenate(
-                [self._gradients(Piece(refresh, *piece)) for piece in self._pieces(refresh)]
-            )
+            pieces = (Piece(refresh, *piece) for piece in self._pieces(refresh))
+            return PerSampleGradients.concatenate([self._gradients(p, capture) for p in pieces])
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
@@ -267,10 +270,9 @@ class PublicGradientSource:
     def _generator(self, refresh: int, purpose: int) -> np.random.Generator:
         return _stream(self.seed, refresh, purpose)
 
-    def _gradients(self, piece: Piece) -> PerSampleGradients:
-        return per_sample_gradients(
-            self.model, lambda model, _: self._losses(model, piece), piece.inputs, check=False
-        )
+    def _gradients(self, piece: Piece, capture: Capture | None) -> PerSampleGradients:
+        with nullcontext(capture) if capture else Capture(self.model) as recording:
+            return recorded(recording, lambda: self._losses(self.model, piece), len(piece.indices))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpspan.gradients.capture import Capture
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import full_precision
 from dpspan.gradients.operator import PerSampleGradients
@@ -104,12 +105,14 @@ class PublicSpan:
         """The public data that it uses."""
         return (self.gradients.data,)
 
-    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
-        """The subspace number `refresh`.
+    def span(
+        self, refresh: int, *, products: float, capture: Capture | None = None
+    ) -> GroupedSubspace:
+        """The subspace number `refresh`; `capture` is the model's own, where it has one.
 
         How many products with gradients it will be used for decides how it is best written.
         """
-        gradients = self.gradients(refresh)
+        gradients = self.gradients(refresh, capture)
         groups = grouped(gradients.shapes, self.groups)
         parts = {
             names: Subspace.from_gradients(
@@ -171,7 +174,9 @@ class RandomSpan:
         self._rank, self._redraw, self._seed = rank, redraw, seed
         self._fixed: GroupedSubspace | None = None
 
-    def span(self, refresh: int, *, products: float) -> GroupedSubspace:
+    def span(
+        self, refresh: int, *, products: float, capture: Capture | None = None
+    ) -> GroupedSubspace:
         """The subspace number `refresh`."""
         if self._redraw:
             return self._draw(refresh)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 import dpspan
-from dpspan.app.config.section import Count, Positive, Section, Share
+from dpspan.app.config.section import Count, Positive, Section
 
 if TYPE_CHECKING:
     from dpspan.mechanisms import Method
@@ -118,17 +118,11 @@ class GepSection(SubspaceSection):
 
     name: Literal["gep"] = "gep"
     residual_clip: Positive | None = None
-    embedding_share: Share = 0.5
-    leftover: bool = False
-    clean_residual: bool = False
 
     def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
         return dpspan.GEP(
             **self._subspace(public),
             residual_clip=self.residual_clip,
-            embedding_share=self.embedding_share,
-            leftover=self.leftover,
-            clean_residual=self.clean_residual,
         )
 
 

@@ -1,0 +1,174 @@
+"""The plan of a private run: all that decides what it costs, before a private record is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from dp_accounting import DpEvent
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dpspan.accounting.epsilon import Budget, account
+from dpspan.accounting.ledger import RECORDS_TOLD
+from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of, sample_rate_of
+from dpspan.mechanisms.base import Method
+from dpspan.support.checks import check_count, expect
+
+_RECORDS_TOLD = (
+    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
+    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
+    "configuration)"
+)
+_PARTITION = (
+    "batches were a partition of the data, not Poisson samples: each epoch is accounted as one "
+    "Gaussian mechanism without amplification"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one run will do with private data; `print(engine.plan)` shows it.
+
+    Attributes:
+        method: how a step uses the gradients.
+        sampling: how batches are drawn.
+        noise_multiplier: z, of each event.
+        expected_batch_size: L, by which a released sum is divided.
+        loss_reduction: 'mean' or 'sum', of the loss that `backward()` is called on.
+        views: rows that the model sees of each record.
+        model: the model's class.
+        trainable_parameters: how many numbers are trained.
+        public: what is used of public data, in words.
+        epochs: how many were asked for, if any, and `budget`, what they may cost.
+        accountant: which one prices the events.
+        tells_records: the number of records follows from `sampling`.
+    """
+
+    method: Method
+    sampling: Draw
+    noise_multiplier: float
+    expected_batch_size: float
+    loss_reduction: str
+    views: int
+    model: str
+    trainable_parameters: int
+    accountant: str
+    tells_records: bool
+    epochs: int | None = None
+    budget: Budget | None = None
+    public: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def event(self) -> DpEvent:
+        """What is charged before a release: one step, or an epoch of a partition."""
+        return self.sampling.event(self.noise_multiplier)
+
+    def epsilon(self, epochs: int | None = None, delta: float | None = None) -> float:
+        """ε of so many epochs, by default those asked for, beside what the ledger holds."""
+        epochs = check_count("epochs", self.epochs if epochs is None else epochs)
+        if delta is None:
+            expect(self.budget is not None, "delta=, as the run has no budget", delta)
+            assert self.budget is not None
+            delta = self.budget.delta
+        events = [(self.event, epochs * self.sampling.events_per_epoch)]
+        return account(events, delta, self.accountant).epsilon
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the certificate has to say of the way batches are drawn."""
+        partition = isinstance(self.sampling, PartitionDraw)
+        return [_RECORDS_TOLD] * self.tells_records + [_PARTITION] * partition
+
+    def describe(self) -> dict[str, Any]:
+        """As the certificate shows it, and as a checkpoint is recognised by."""
+        return {
+            **self.method.describe(),
+            "noise_multiplier": self.noise_multiplier,
+            "sampling": repr(self.sampling),
+            "expected_batch_size": self.expected_batch_size,
+            "loss_reduction": self.loss_reduction,
+            "views": self.views,
+            "model": self.model,
+            "trainable_parameters": self.trainable_parameters,
+        }
+
+    def __str__(self) -> str:
+        how = {k: v for k, v in self.method.describe().items() if k != "method" and v is not None}
+        settings = ", ".join(f"{name}={value}" for name, value in how.items())
+        per_epoch = self.sampling.events_per_epoch
+        steps = f"{per_epoch} to an epoch" + (f", {self.epochs} epochs" if self.epochs else "")
+        lines = {
+            "model": f"{self.model}, {self.trainable_parameters:,} trainable parameters",
+            "method": f"{type(self.method).__name__}({settings})",
+            "sampling": f"{self.sampling!r}, divided by L = {self.expected_batch_size:g}",
+            "event": f"{self.event}; {steps}",
+            "noise": f"z = {self.noise_multiplier:g}",
+            "expected ε": self._expected(),
+            "public": "; ".join(self.public) or "nothing",
+        }
+        return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
+
+    def _expected(self) -> str:
+        if self.noise_multiplier == 0:
+            return "none: without noise nothing is private"
+        if self.budget is None:
+            return "see plan.epsilon(epochs, delta)"
+        return f"{self.epsilon():.4g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
+
+
+def plan_sampling(
+    loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None
+) -> Draw:
+    """How batches are drawn: at a given rate, or as large as the loader's on average."""
+    records = records_of(loader)
+    q = sample_rate_of(loader) if sample_rate is None else sample_rate
+    poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
+    if poisson_sampling:
+        return poisson
+    return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
+
+
+def plan_run(
+    *,
+    module: nn.Module,
+    data_loader: DataLoader[Any],
+    method: Method,
+    noise_multiplier: float,
+    non_private: bool,
+    loss_reduction: str,
+    poisson_sampling: bool,
+    sample_rate: float | None,
+    expected_batch_size: float | None,
+    views: int,
+    accountant: str,
+) -> Plan:
+    """The plan of a run with these settings; whatever cannot be planned is refused."""
+    if not 0 <= noise_multiplier < math.inf:
+        raise ValueError(f"Expected noise_multiplier >= 0, got {noise_multiplier}.")
+    if noise_multiplier == 0 and not non_private:
+        raise ValueError(
+            "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
+            "non_private=True; the certificate will say so."
+        )
+    sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
+    lot_size = float(data_loader.batch_size or 0)
+    if expected_batch_size is not None:
+        lot_size = float(expected_batch_size)
+    elif sample_rate is None:  # both from the data, and the certificate says so
+        lot_size = min(lot_size, float(sampling.records))
+    if not 0 < lot_size < math.inf:
+        raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
+    return Plan(
+        method=method,
+        sampling=sampling,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=lot_size,
+        loss_reduction=loss_reduction,
+        views=check_count("views", views),
+        model=type(module).__name__,
+        trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        accountant=accountant,
+        tells_records=sample_rate is None,
+    )
