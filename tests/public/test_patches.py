@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import dpspan
-from dpspan.public import patches
+from dpspan.public import encoding, patches
 from dpspan.public.patches import PatchFeatures, PatchResponses, _centres, _directions
 
 
@@ -293,9 +293,13 @@ class TestFiles:
 
 
 class TestEncode:
+    @pytest.fixture(autouse=True)
+    def several_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(encoding, "_AT_ONCE", 10)
+
     def test_is_what_the_layer_makes_of_each_record(self, learnt: PatchFeatures) -> None:
         private = TensorDataset(images(23, seed=3), torch.arange(23))
-        encoded = dpspan.encode(learnt, private, batch_size=10, progress=False)
+        encoded = dpspan.encode(learnt, private, progress=False)
         inputs, labels = encoded.tensors
         assert torch.allclose(inputs, learnt(private.tensors[0]), atol=1e-4)
         assert torch.equal(labels, torch.arange(23))
@@ -305,7 +309,7 @@ class TestEncode:
 
         def features(count: int) -> Tensor:
             private = TensorDataset(seen[:count], torch.arange(count))
-            inputs: Tensor = dpspan.encode(learnt, private, batch_size=10).tensors[0]
+            inputs: Tensor = dpspan.encode(learnt, private).tensors[0]
             return inputs
 
         whole = features(23)
@@ -339,7 +343,7 @@ class TestEncode:
         }
         assert digests["scans"] == dpspan.PublicData.of(public).digest
         public[4] = private[9]
-        leaked = dpspan.encode_public(learnt, public, batch_size=7)
+        leaked = dpspan.encode_public(learnt, public)
         with pytest.raises(ValueError, match="1 of the 30 samples"):
             behind(encoded, dpspan.GEP(public=leaked, rank=3))
         with pytest.raises(ValueError, match=r"use dpspan\.encode_public"):
@@ -347,7 +351,7 @@ class TestEncode:
 
     def test_labels_go_with_public_data(self, learnt: PatchFeatures) -> None:
         labels = torch.arange(30)
-        seen = dpspan.encode_public(learnt, (images(30, seed=6), labels), batch_size=8)
+        seen = dpspan.encode_public(learnt, (images(30, seed=6), labels))
         assert torch.equal(seen.batches[0][1], labels)
         assert len(seen.raw) == 30
 

@@ -286,7 +286,6 @@ def check_subspace(subspace: Subspace, J: PerSampleGradients, h: Tensor, j: Tens
     assert_close(embedding @ b, j @ v.T @ v, tol, lengths)
     z = torch.linspace(-1, 2, subspace.dimensions, dtype=F64)
     assert_close(flat(subspace.lift(z)), z @ b, tol)
-    assert_close(subspace.weights(z) @ exact_matrix(subspace.gradients), z @ b, tol)
     vector = torch.randn(h.shape[1], dtype=F64, generator=torch.Generator().manual_seed(1))
     sizes = [shape.numel() for shape in J.shapes.values()]
     by_name = {
@@ -1034,7 +1033,7 @@ def test_refused_subspaces() -> None:
     with pytest.raises(ValueError, match="at least one gradient to span a subspace, got none"):
         Subspace.from_gradients(gradients(model, x[:0]), 3)
     subspace = Subspace.from_gradients(H, 3)
-    with pytest.raises(ValueError, match=r"vector of length 3, got \(4,\)"):
+    with pytest.raises(ValueError, match=r"vector of length 3, got 'shape \(4,\)'"):
         subspace.lift(torch.ones(4))
     other = gradients(*make("linear"))
     for operation in (subspace.embed, subspace.split, subspace.captured_energy):

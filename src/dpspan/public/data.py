@@ -5,8 +5,6 @@ Face makes them: the labels under "labels" or "label", everything else inputs. E
 samples in its first dimension.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

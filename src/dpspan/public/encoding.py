@@ -1,7 +1,5 @@
 """Apply a frozen public layer once, instead of in every epoch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +10,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from dpspan.public.data import Collate, PublicData
 from dpspan.public.overlap import Encoded, fingerprints, refuse_copies
 from dpspan.public.patches import PublicLayer
-from dpspan.support.checks import check_count
 from dpspan.support.progress import watched
 
-_AT_ONCE = 512
+_AT_ONCE = 512  # images
 
 
 def encode(
@@ -23,7 +20,6 @@ def encode(
     dataset: Dataset[Any],
     *,
     collate_fn: Collate = default_collate,
-    batch_size: int = _AT_ONCE,
     progress: bool = True,
 ) -> Encoded:
     """The private dataset as the layer sees it: train only what follows the layer on it.
@@ -39,7 +35,6 @@ def encode(
         layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
         dataset: pairs of an image and a label, not augmented at random.
         collate_fn: makes a batch of several pairs.
-        batch_size: images at a time.
         progress: show a bar, in a terminal.
 
     Examples:
@@ -51,17 +46,16 @@ def encode(
         >>> len(dpspan.encode(features, private, progress=False))
         20
     """
-    size = check_count("batch_size", batch_size)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError("Expected a map-style dataset to encode, one that has a length.")
     public = layer.public
-    loader = DataLoader(dataset, batch_size=size, collate_fn=collate_fn)
+    loader = DataLoader(dataset, batch_size=_AT_ONCE, collate_fn=collate_fn)
     inputs, labels, raw = [], [], []
     for batch in watched(loader, "encoding", shown=progress):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError("Expected pairs of an image and a label in the dataset to encode.")
         raw += fingerprints(batch[0])
-        inputs.append(_seen(layer, batch[0], size))
+        inputs.append(_seen(layer, batch[0]))
         labels.append(torch.as_tensor(batch[1]).cpu())
     if not inputs:
         raise ValueError("The dataset to encode is empty: give at least one record.")
@@ -71,7 +65,7 @@ def encode(
     )
 
 
-def encode_public(layer: PublicLayer, public: object, *, batch_size: int = _AT_ONCE) -> PublicData:
+def encode_public(layer: PublicLayer, public: object) -> PublicData:
     """Public data as the layer sees them, for a method or a warm start behind `encode`.
 
     They keep the name and the digest of the samples themselves, for the certificate, and are told
@@ -84,24 +78,23 @@ def encode_public(layer: PublicLayer, public: object, *, batch_size: int = _AT_O
         >>> features = dpspan.PatchFeatures.learn(images, filters=9, directions=20)
         >>> method = dpspan.GEP(public=dpspan.encode_public(features, images), rank=10)
     """
-    size = check_count("batch_size", batch_size)
     data = PublicData.of(public)
     seen, raw = [], []
-    for _, inputs, labels in data.pieces(size):
+    for _, inputs, labels in data.pieces(_AT_ONCE):
         raw += fingerprints(inputs)
-        seen.append((_seen(layer, inputs, size), *(() if labels is None else (labels,))))
+        seen.append((_seen(layer, inputs), *(() if labels is None else (labels,))))
     tensors = tuple(torch.cat(column) for column in zip(*seen, strict=True))
     held = PublicData.of(tensors, name=data.name)
     return replace(held, digest=data.digest, raw=tuple(raw))
 
 
 @torch.no_grad()
-def _seen(layer: PublicLayer, inputs: Tensor, size: int) -> Tensor:
+def _seen(layer: PublicLayer, inputs: Tensor) -> Tensor:
     """What the layer makes of them, on the CPU.
 
-    Always of `size` at a time, the last ones filled up: a product rounds by its size, and a
+    Always of so many at a time, the last ones filled up: a product rounds by its size, and a
     record's features must not tell how many records there are.
     """
-    filled = torch.cat([inputs, inputs.new_zeros(size - len(inputs), *inputs.shape[1:])])
+    filled = torch.cat([inputs, inputs.new_zeros(_AT_ONCE - len(inputs), *inputs.shape[1:])])
     seen: Tensor = layer(filled.to(next(layer.buffers()).device))
     return seen[: len(inputs)].cpu()

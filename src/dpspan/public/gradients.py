@@ -5,8 +5,6 @@ is random (labels, which samples, dropout) comes from public seeds: every proces
 run that was resumed, computes the same gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -132,17 +130,17 @@ class RandomLabels:
 
 
 Labels = RealLabels | RandomLabels
+_NAMED: dict[str, Labels] = {
+    "random": RandomLabels(),
+    "redrawn": RandomLabels(redraw=True),
+    "real": RealLabels(),
+}
 
 
 def labels_of(value: str | Labels) -> Labels:
     """The labels that are meant: "random", "redrawn", "real", or labels as they are."""
-    named: dict[Any, Labels] = {
-        "random": RandomLabels(),
-        "redrawn": RandomLabels(redraw=True),
-        "real": RealLabels(),
-    }
-    if isinstance(value, str) and value in named:
-        return named[value]
+    if isinstance(value, str) and value in _NAMED:
+        return _NAMED[value]
     if not isinstance(value, Labels):
         raise ValueError(
             "Expected public_labels to be 'random', 'redrawn', 'real', RandomLabels(redraw=…, "
@@ -244,13 +242,13 @@ class PublicGradientSource:
 
         Recorded by `capture` where the model has one already.
         """
-        with torch.enable_grad(), _on_copies(self.model, self._generator(refresh, _MODEL)):
+        with torch.enable_grad(), _on_copies(self.model, _stream(self.seed, refresh, _MODEL)):
             pieces = (Piece(refresh, *piece) for piece in self._pieces(refresh))
             return PerSampleGradients.concatenate([self._gradients(p, capture) for p in pieces])
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
-        with torch.no_grad(), _on_copies(self.model, self._generator(0, _MODEL)):
+        with torch.no_grad(), _on_copies(self.model, _stream(self.seed, 0, _MODEL)):
             piece = next(self.data.pieces(1, device=_device(self.model)))
             losses = self._losses(self.model, Piece(0, *piece))
         check_one_each(losses, 1, of="public_loss")
@@ -258,17 +256,13 @@ class PublicGradientSource:
     def _pieces(self, refresh: int) -> Iterable[_Piece]:
         device = _device(self.model)
         if not self.fixed:
-            picked = self._generator(refresh, _SUBSET).choice(
-                self.data.count, self.count, replace=False
-            )
+            generator = _stream(self.seed, refresh, _SUBSET)
+            picked = generator.choice(self.data.count, self.count, replace=False)
             return self.data.pieces(self.piece, torch.from_numpy(np.sort(picked)), device)
         if self._on_device is None or self._on_device[0] != device:  # they go there once
             self._on_device = device, list(self.data.pieces(self.piece, device=device))
         # Handed over as copies: a model or a loss may work in place on what it gets.
         return (tree_map_only(Tensor, torch.clone, piece) for piece in self._on_device[1])
-
-    def _generator(self, refresh: int, purpose: int) -> np.random.Generator:
-        return _stream(self.seed, refresh, purpose)
 
     def _gradients(self, piece: Piece, capture: Capture | None) -> PerSampleGradients:
         with nullcontext(capture) if capture else Capture(self.model) as recording:

@@ -1,7 +1,5 @@
 """One loss per sample, rather than their sum or mean."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Also of records that a frozen layer has been applied to, by what they were before.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ Their sum is wᵀJ − (wᵀA)H, and what rounding can hide between the measured
 comes on top of the norm (see `numerics`), in IEEE float32 whatever torch is set to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ C K Cᵀ = I. With K = QΛQᵀ the top k directions are C = Λ_k^{-1/2} Q_kᵀ. 
 that holds: it decides only how good the subspace is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

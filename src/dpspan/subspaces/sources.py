@@ -4,8 +4,6 @@ GEP divides the parameters into groups, each with an orthonormal basis of its ow
 the groups' embeddings side by side, and so is the residual: each is clipped as one vector.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,21 @@ _GPU_BASIS_BYTES = 4096 * 2**20
 Groups = int | Callable[[str], Hashable]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupResidual:
+    """What lies outside of the subspaces of all groups, as one vector per sample."""
+
+    parts: Sequence[Residual]
+
+    def norm_bounds(self) -> Tensor:
+        """Upper bounds of the norms, (n,) float64."""
+        return torch.stack([part.norm_bounds() for part in self.parts]).square().sum(0).sqrt()
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """A weighted sum of the residuals, by parameter."""
+        return _merged([part.combine(weights) for part in self.parts])
+
+
 class GroupedSubspace:
     """Subspaces of disjoint groups of parameters, as one."""
 
@@ -58,26 +71,6 @@ class GroupedSubspace:
         parts = zip(self.parts.values(), z.split(self._sizes), strict=True)
         # Public gradients that are not finite are an error of their own.
         return _merged([part.lift(own, finite=True) for part, own in parts])
-
-    def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
-        """The coordinates of one vector in parameter space."""
-        parts = self.parts.items()
-        return torch.cat([part.embed_vector({n: vector[n] for n in ns}) for ns, part in parts])
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupResidual:
-    """What lies outside of the subspaces of all groups, as one vector per sample."""
-
-    parts: Sequence[Residual]
-
-    def norm_bounds(self) -> Tensor:
-        """Upper bounds of the norms, (n,) float64."""
-        return torch.stack([part.norm_bounds() for part in self.parts]).square().sum(0).sqrt()
-
-    def combine(self, weights: Tensor) -> dict[str, Tensor]:
-        """A weighted sum of the residuals, by parameter."""
-        return _merged([part.combine(weights) for part in self.parts])
 
 
 def _merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -5,13 +5,11 @@ and C is k × m (see `solvers`), so no p × k matrix exists. Where one is cheape
 many gradients, used for several steps), it is the same thing with H = B and C = I: `explicit`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from dpspan.gradients.numerics import Arithmetic, exact, ieee, product
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.subspaces.residual import Names, Residual
 from dpspan.subspaces.solvers import Eigh, Solver
-from dpspan.support.checks import check_count
+from dpspan.support.checks import check_count, expect
 
 
 @dataclass(eq=False, repr=False)
@@ -41,10 +39,8 @@ class Subspace:
         >>> V = dpspan.Subspace.from_gradients(H, rank=5)
         >>> V.embed(J).shape
         torch.Size([10, 5])
-        >>> {name: value.shape for name, value in V.lift(torch.ones(5)).items()}
-        {'weight': torch.Size([3, 4]), 'bias': torch.Size([3])}
-        >>> bool((V.captured_energy(J) <= 1.001).all())
-        True
+        >>> V.lift(torch.ones(5))["weight"].shape
+        torch.Size([3, 4])
     """
 
     gradients: PerSampleGradients  # H
@@ -61,7 +57,7 @@ class Subspace:
         *,
         solver: Solver | None = None,
         previous: Tensor | None = None,
-    ) -> Subspace:
+    ) -> Self:
         """The top `rank` principal directions of the gradients (fewer, if they span fewer).
 
         `previous` are the coefficients of the step before, on the same samples: an iterative
@@ -122,19 +118,15 @@ class Subspace:
             raise ValueError("Expected gradients of the parameters that the subspace is made of.")
         return gradients.aligned(self.gradients)
 
-    def weights(self, z: Tensor) -> Tensor:
-        """What a vector of the subspace weighs each gradient with: zᵀB = weights(z)ᵀ H."""
-        return self.coefficients.T @ z.to(self.coefficients)
-
     @exact()
     def lift(self, z: Tensor, *, finite: bool = False) -> dict[str, Tensor]:
-        """zᵀB, a vector of the subspace by parameter; `finite` as in `combine`."""
-        if z.shape != (self.dimensions,):
-            raise ValueError(
-                f"Expected a vector of length {self.dimensions}, got {tuple(z.shape)}."
-            )
+        """zᵀB = (zᵀC) H, a vector of the subspace by parameter; `finite` as in `combine`."""
+        length = f"a vector of length {self.dimensions}"
+        expect(z.shape == (self.dimensions,), length, f"shape {tuple(z.shape)}")
         with ieee(self.gradients.like):  # weights of near directions are large and cancel
-            return self.gradients.combine(self.weights(z), finite=finite)
+            return self.gradients.combine(
+                self.coefficients.T @ z.to(self.coefficients), finite=finite
+            )
 
     @exact()
     def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -151,7 +143,7 @@ class Subspace:
         return self.lift(self.embed_vector(vector))
 
     @exact()
-    def explicit(self) -> Subspace:
+    def explicit(self) -> Self:
         """The same subspace with its basis written out: k × p numbers, and C = I."""
         c = (self.coefficients * self.gradients.scale).to(self.gradients.like)
         rows: dict[str, list[Any]] = {}
@@ -162,7 +154,7 @@ class Subspace:
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
         basis = PerSampleGradients(shapes, rows, len(c), like=like)
-        return Subspace(basis, identity, self.eigenvalues, {})
+        return type(self)(basis, identity, self.eigenvalues, {})
 
     def captured_energy(self, gradients: PerSampleGradients) -> Tensor:
         """‖B g‖²/‖g‖² of each gradient, (n,), between 0 and 1; 0 for a gradient of zero."""
@@ -171,7 +163,7 @@ class Subspace:
         energy = self.embed(gradients).square().sum(1) / norms.clamp(min=tiny)
         return energy.clamp(max=1.0)
 
-    def drift(self, earlier: Subspace) -> Tensor:
+    def drift(self, earlier: Self) -> Tensor:
         """How far this subspace is from an earlier one: mean of sin² of the principal angles.
 
         0 for the same subspace, 1 for orthogonal ones.
