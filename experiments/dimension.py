@@ -26,7 +26,8 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from scipy import optimize, special
 
-from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.calibration import calibrate_event
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config.section import Count, Counts, Numbers, Section, Texts
 from dpspan.convex import (
@@ -37,11 +38,10 @@ from dpspan.convex import (
     PublicFeatures,
     Released,
 )
-from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
+from dpspan.convex.fitting import ConstantClip, Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.methods import Method
-from dpspan.convex.oracles import PublicSide
+from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
-from dpspan.convex.schedules import ConstantClip
 from experiments.runner import Place, Results, execute
 
 N, PUBLIC, RANK, STEPS = 500, 100, 10, 20

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import dpspan
-from dpspan.accounting.epsilon import calibrate
+from dpspan.accounting.calibration import calibrate
 from dpspan.app.config.methods import MethodSection
 from dpspan.audit import membership_inference
 from dpspan.engine.sampling import PoissonDraw

@@ -1,9 +1,9 @@
 """The public names, one import a line; each module is imported when a name of it is used."""
 
 from . import convex as convex
+from .accounting.calibration import calibrate as calibrate
 from .accounting.certificate import write_certificate as write_certificate
 from .accounting.epsilon import Budget as Budget
-from .accounting.epsilon import calibrate as calibrate
 from .accounting.ledger import Ledger as Ledger
 from .app.advice import advise as advise
 from .app.comparison import Contender as Contender

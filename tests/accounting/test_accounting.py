@@ -13,14 +13,8 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpspan.accounting.epsilon import (
-    Budget,
-    account,
-    calibrate,
-    calibrate_event,
-    pld_epsilon,
-    pld_interval,
-)
+from dpspan.accounting.calibration import calibrate, calibrate_event
+from dpspan.accounting.epsilon import Budget, account, pld_epsilon, pld_interval
 from dpspan.accounting.events import step_event
 from dpspan.support.errors import BudgetExceeded
 
@@ -293,18 +287,21 @@ def test_no_noise_is_enough():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Budget(epsilon=-1, delta=0.01), "Expected target_epsilon > 0, got -1."),
-        (lambda: Budget(epsilon=0.0, delta=0.01), "Expected target_epsilon > 0, got 0.0."),
+        (lambda: Budget(epsilon=-1, delta=0.01), "target_epsilon > 0 and finite, got -1."),
+        (
+            lambda: Budget(epsilon=0.0, delta=0.01),
+            "target_epsilon > 0 and finite, got 0.0.",
+        ),
         (
             lambda: Budget(epsilon=math.inf, delta=0.01),
-            "Expected a finite target_epsilon, got inf.",
+            "Expected target_epsilon > 0 and finite, got inf.",
         ),
         (lambda: Budget(epsilon=math.nan, delta=0.01), "target_epsilon to be a number, got nan"),
         (lambda: Budget(epsilon="8", delta=0.01), "target_epsilon to be a number, got '8'"),
         (lambda: Budget(epsilon=True, delta=0.01), "target_epsilon to be a number, got True"),
         (lambda: Budget(epsilon=1, delta=0), "Expected 0 < target_delta < 1, got 0."),
         (lambda: Budget(epsilon=1, delta=1.0), "Expected 0 < target_delta < 1, got 1.0."),
-        (lambda: calibrate(-1, DELTA, 0.1, 10), "Expected target_epsilon > 0, got -1."),
+        (lambda: calibrate(-1, DELTA, 0.1, 10), "target_epsilon > 0 and finite, got -1."),
         (lambda: calibrate(1, 2, 0.1, 10), "Expected 0 < target_delta < 1, got 2."),
         (lambda: calibrate(1, DELTA, 0, 10), "Expected 0 < sample_rate <= 1, got 0."),
         (lambda: calibrate(1, DELTA, 0.1, 0), "steps to be an integer of at least 1, got 0."),

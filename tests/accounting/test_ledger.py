@@ -13,7 +13,8 @@ import pytest
 from dp_accounting import dp_event, rdp
 from dp_accounting.dp_event import GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent
 
-from dpspan.accounting.epsilon import Budget, calibrate
+from dpspan.accounting.calibration import calibrate
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.events import pure_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.support.errors import BudgetExceeded, DPSpanError
@@ -374,10 +375,16 @@ def changed(path, value):
         (changed(["events", 0, "event"], 3), "an event of a known kind, got 3"),
         (changed(["warnings"], "text"), "warnings to be a list"),
         (changed(["invalid"], [1]), "invalid to hold texts, got 1"),
-        (changed(["public", 0, "digest"], KeyError), "'digest' is missing"),
+        (
+            changed(["public", 0, "digest"], KeyError),
+            "'digest' is missing",
+        ),
         (changed(["public", 0, "count"], "many"), "count to be an integer"),
-        (changed(["budget", "delta"], KeyError), "'delta' is missing"),
-        (changed(["budget", "epsilon"], -1), "target_epsilon > 0, got -1"),
+        (
+            changed(["budget", "delta"], KeyError),
+            "'delta' is missing",
+        ),
+        (changed(["budget", "epsilon"], -1), "target_epsilon > 0 and finite, got -1"),
     ],
 )
 def test_damaged_states_are_refused_and_change_nothing(state, message):

@@ -25,7 +25,7 @@ from dpspan.app.run import train as run_training
 from dpspan.convex import PrivateLogisticRegression
 from helpers.training import data, network, private_with_epsilon, setup, train
 
-LARGE = "is large: to publish every record with that probability would keep the promise"
+LARGE = "is large: publishing every record with that probability would keep the promise"
 NOTHING = "an ε above 10 promises next to nothing"
 Documents = list[dict[str, Any]]
 

@@ -14,7 +14,7 @@ from dpspan.choose.gsd import gsd, subspace_distance
 from dpspan.choose.subspaces import principal_subspace, sample_gradients
 from dpspan.model.networks import PaperCNN
 from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, Samples
 from dpspan.support.errors import UnsupportedModule
 from helpers.oracle import per_sample_matrix
 
@@ -156,10 +156,13 @@ def test_a_criterion_gives_both_sides_random_labels_of_the_models_classes():
     assert gsd(model, CE, (x, far), (u, far), 8) == gsd(model, CE, x, u, 8)
 
 
-def test_real_labels_on_request():
-    model, first, second = cnn(), images(30, 1), images(30, 2)
-    real = gsd(model, CE, first, second, 8, labels="real")
-    assert real == pytest.approx(gsd(model, labelled_loss, first, second, 8), abs=1e-9)
+def test_gradients_with_the_datas_own_labels():
+    model, (x, y) = cnn(), images(30, 1)
+    of_both, of_inputs = (Samples.of(source, name="private") for source in ((x, y), x))
+    own = sample_gradients(model, CE, of_both, own_labels=True).matrix()
+    assert torch.allclose(own, per_sample_gradients(model, labelled_loss, x, y).matrix())
+    drawn = sample_gradients(model, CE, of_inputs, own_labels=True).matrix()
+    assert torch.equal(drawn, sample_gradients(model, CE, of_both).matrix())
 
 
 def test_several_labels_per_sample():

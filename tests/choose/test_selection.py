@@ -18,7 +18,8 @@ from scipy.special import gammaln
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpspan.accounting.epsilon import Budget, _renyi, calibrate, pld_epsilon, pld_interval
+from dpspan.accounting.calibration import calibrate
+from dpspan.accounting.epsilon import Budget, pld_epsilon, pld_interval, renyi
 from dpspan.accounting.events import event_from_json, event_to_json, pure_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose import selection
@@ -233,7 +234,7 @@ def test_resolution_grows_finer():
     ("arguments", "message"),
     [
         ((0, 2, 0.1), "Expected records to be an integer of at least 1, got 0."),
-        ((10, 1, 0.1), "Expected at least 2 candidates, got 1."),
+        ((10, 1, 0.1), "Expected candidates to be an integer of at least 2, got 1."),
         ((10, 2, 0), "Expected 0 < epsilon <= 10, got 0.0."),
         ((10, 2, -1), "Expected 0 < epsilon <= 10, got -1.0."),
         ((10, 2, "some"), "Expected epsilon to be a number, got 'some'."),
@@ -1002,6 +1003,19 @@ def test_every_record_is_read_once_whatever_its_shape():
     assert all(len(x) == len(y) <= 4 for x, y in batches)
 
 
+def test_every_record_is_asked_for_alone():
+    """A dataset that reads several at once could let one change the others."""
+
+    class AtOnce(TensorDataset):
+        def __getitems__(self, indices):
+            raise AssertionError("several records were asked for at once")
+
+    loader = DataLoader(AtOnce(torch.arange(9.0)[:, None], torch.zeros(9).long()))
+    assert torch.cat([x for x, _ in sampled_batches(loader, 1.0, 4)]).flatten().tolist() == [
+        *range(9)
+    ]
+
+
 WORDS = {"a": torch.ones(9, 5).long(), "b": torch.arange(45).view(9, 5)}
 
 
@@ -1059,7 +1073,7 @@ def test_the_event_costs_what_randomised_response_costs(epsilon, count):
 def test_the_events_renyi_divergence_is_that_of_randomised_response(order, epsilon):
     p = 1 / (1 + math.exp(-epsilon))
     total = p**order * (1 - p) ** (1 - order) + (1 - p) ** order * p ** (1 - order)
-    _, (divergence,) = _renyi([(pure_event(epsilon), 3)], [order])
+    _, (divergence,) = renyi([(pure_event(epsilon), 3)], [order])
     assert divergence == pytest.approx(3 * math.log(total) / (order - 1))
 
 

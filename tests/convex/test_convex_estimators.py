@@ -24,8 +24,6 @@ from dpspan.convex import (
     Envelope,
     FeatureBounds,
     FromNoisyGradients,
-    GivenBasis,
-    GivenClips,
     GradientDescent,
     Huber,
     NoisyAdaGrad,
@@ -38,9 +36,11 @@ from dpspan.convex import (
     PublicScaling,
     Released,
     ReleasedSecondMoment,
+    WholeSpace,
 )
 from dpspan.convex.fitting import GaussianNoise
 from dpspan.convex.methods import METHODS
+from helpers.convex_oracle import GivenBasis
 
 ESTIMATORS = [PrivateLogisticRegression, PrivateLinearSVC, PrivateLinearRegression]
 QUICK: dict[str, Any] = {"accountant": "rdp"}  # a hundredth of a second instead of half a one
@@ -281,11 +281,10 @@ def test_one_record_moves_a_noiseless_fit_by_little(monkeypatch) -> None:
     monkeypatch.setattr(GaussianNoise, "normal", lambda self, size, std: np.zeros(size))
     x, y = table(300)
     x[0] = 1e9
+    rng = np.random.default_rng(0)
     for kind in ESTIMATORS:
-        for basis in (None, GivenBasis(basis=np.random.default_rng(0).standard_normal((13, 4)))):
-            method = GradientDescent(steps=1, learning_rate=1.0)
-            if basis is not None:
-                method = GradientDescent(steps=1, learning_rate=1.0, subspace=basis)
+        for subspace in (WholeSpace(), GivenBasis(rng.standard_normal((13, 4)))):
+            method = GradientDescent(steps=1, learning_rate=1.0, subspace=subspace)
             weights = []
             for first in (0, 1):
                 model = kind(method=method, clip=0.5, records=300, **QUICK).fit(
@@ -348,7 +347,7 @@ def test_public_rows_have_a_finite_length() -> None:
     x, y = table(100)
     x[3] = 1e200
     for public in (x[:10], (x[:10], y[:10])):
-        with pytest.raises(ValueError, match=r"public rows of finite length.*got 1 without"):
+        with pytest.raises(ValueError, match=r"public rows of finite length, got 1 that"):
             PrivateLogisticRegression(**QUICK).fit(x[10:], y[10:], public=public)
 
 
@@ -369,8 +368,6 @@ def test_public_rows_have_a_finite_length() -> None:
             ),
             "the subspace changes between steps",
         ),
-        (GradientDescent(subspace=GivenBasis(basis=np.zeros((4001, 0)))), "at least one column"),
-        (NoisyAdaGrad(subspace=GivenBasis(basis=np.zeros((4001, 0)))), "at least one column"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_is_charged(method, message: str) -> None:
@@ -386,7 +383,7 @@ def test_what_cannot_work_is_refused_before_it_is_charged(method, message: str) 
 def test_a_clip_that_leaves_no_room_for_noise_is_refused_before_it_is_charged() -> None:
     """Squares of the clips make the noise: below 1e-162 they would be zero, and so would it be."""
     x, y = table(100)
-    for clip in (1e-170, 1e200, Envelope(start=1.0, decay=300.0), GivenClips(clips=(1.0, 1e-200))):
+    for clip in (1e-170, 1e200, Envelope(start=1.0, decay=300.0)):
         ledger = Ledger(accountant="rdp")
         with pytest.raises(ValueError, match=r"clips between 1e-100 and 1e\+100"):
             PrivateLogisticRegression(clip=clip).fit(x, y, ledger=ledger)
@@ -458,9 +455,9 @@ def test_one_class_only(kind) -> None:
 
 def test_labels_outside_of_the_classes() -> None:
     x, y = table(100, classes=3)
-    with pytest.raises(ValueError, match="labels in y are none of the classes"):
+    with pytest.raises(ValueError, match="labels in y are not among the classes"):
         PrivateLogisticRegression(classes=[0, 1], **QUICK).fit(x, y)
-    with pytest.raises(ValueError, match="the public labels are none of the classes"):
+    with pytest.raises(ValueError, match="the public labels are not among the classes"):
         PrivateLogisticRegression(**QUICK).fit(x[5:], y[5:], public=(x[:5], np.full(5, 9)))
 
 
@@ -483,7 +480,7 @@ def test_public_rows_that_are_private() -> None:
         ({"scaling": "standard"}, "would release them without noise"),
         ({"scaling": StandardScaler()}, "would release them without noise"),
         ({"scaling": StandardScaler}, "would release them without noise"),
-        ({"scaling": "public"}, "needs some: pass public=X_pub to fit"),
+        ({"scaling": "public"}, "PublicScaling needs public rows: pass public=X_pub to fit"),
         ({"method": "projected"}, "PublicFeatures needs public rows"),
         ({"start": "public"}, "start='public' needs public rows"),
         ({"start": "warm"}, "start to be one of"),

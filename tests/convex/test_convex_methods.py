@@ -16,7 +16,6 @@ from dpspan import Budget, BudgetExceeded, Ledger
 from dpspan.convex import (
     Envelope,
     FromNoisyGradients,
-    GivenBasis,
     GradientDescent,
     NoisyAdaGrad,
     PublicFeatures,
@@ -24,13 +23,18 @@ from dpspan.convex import (
     Released,
     ReleasedSecondMoment,
 )
-from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
+from dpspan.convex.fitting import (
+    ConstantClip,
+    Fit,
+    GaussianNoise,
+    PrivateRecords,
+    configuration,
+)
 from dpspan.convex.losses import Logistic, one_hot
 from dpspan.convex.methods import METHODS, method_of
-from dpspan.convex.oracles import PublicSide
+from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
-from dpspan.convex.schedules import ConstantClip
-from helpers.convex_oracle import ScriptedNoise, clipped_mean, noisy_adagrad
+from helpers.convex_oracle import GivenBasis, ScriptedNoise, clipped_mean, noisy_adagrad
 
 Z = 2.0
 
@@ -100,7 +104,7 @@ class Seen:
         (PublicFeatures(rank=12), None),
         (PublicFeatures(rank=12), 0.02),
         (PublicGradients(rank=8), None),
-        (GivenBasis(basis=np.eye(40)), 0.02),
+        (GivenBasis(np.eye(40)), 0.02),
     ],
 )
 def test_the_papers_algorithm_in_p_by_p(floor: float, subspace, radius: float | None) -> None:
@@ -158,6 +162,15 @@ def test_gradient_descent_step_by_step(classes: int, radius: float | None, proje
     np.testing.assert_allclose(found, np.mean(iterates, axis=0), atol=1e-12)
     if radius is not None:
         assert max(np.linalg.norm(i) for i in iterates) == pytest.approx(radius)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1.0, 10), (0.5, 5), (0.25, 3), (0.0, 1), (0.01, 1)])
+def test_the_average_is_of_the_last_iterates(share: float, kept: int) -> None:
+    """The same noise in fits of 1, 2, … steps, whose last iterates are those of the longest."""
+    method = GradientDescent(average=0.0)
+    iterates = [replace(method, steps=t).minimise(fit_of()) for t in range(1, 11)]
+    found = replace(method, steps=10, average=share).minimise(fit_of())
+    np.testing.assert_allclose(found, np.mean(iterates[-kept:], axis=0), atol=1e-14)
 
 
 def test_from_noisy_gradients_step_by_step() -> None:
@@ -233,7 +246,7 @@ def test_noise_on_no_signal(n: int, rank: int | None) -> None:
     basis = np.linalg.qr(rng.standard_normal((p, p)))[0]
     method = GradientDescent(steps=1, learning_rate=1.0, average=1.0)
     if rank is not None:
-        method = replace(method, subspace=GivenBasis(basis=basis[:, :rank]))
+        method = replace(method, subspace=GivenBasis(basis[:, :rank]))
     noise = GaussianNoise(7)
     records = PrivateRecords(
         rows=Rows(np.zeros((n, p)), intercept=False),
@@ -343,16 +356,16 @@ def test_what_the_certificate_says_of_a_method() -> None:
     rate: Any = np.float32(0.5)
     steps: Any = np.int64(3)
     method = NoisyAdaGrad(steps=steps, learning_rate=rate, subspace=PublicFeatures())
-    assert json.loads(json.dumps(method.describe())) == {
+    assert json.loads(json.dumps(configuration(method))) == {
         "name": "NoisyAdaGrad",
         "steps": 3,
         "learning_rate": 0.5,
         "radius": None,
         "subspace": {"name": "PublicFeatures", "rank": 50},
-        "preconditioner": FromNoisyGradients().describe(),
+        "preconditioner": configuration(FromNoisyGradients()),
         "average": 0.5,
     }
-    assert "preconditioner" not in GradientDescent().describe()
+    assert "preconditioner" not in configuration(GradientDescent())
 
 
 def test_a_subspace_of_another_kind_is_refused() -> None:

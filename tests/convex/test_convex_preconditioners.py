@@ -10,22 +10,21 @@ import numpy as np
 import pytest
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.convex.fitting import Fit, GaussianNoise, PrivateRecords
+from dpspan.convex.fitting import ConstantClip, Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.losses import Logistic, SmoothedHinge, one_hot
 from dpspan.convex.metric import Metric
-from dpspan.convex.oracles import PublicSide
 from dpspan.convex.preconditioners import (
     COMFORTABLE_MATRIX,
     LARGEST_MATRIX,
     FromNoisyGradients,
-    History,
+    GradientHistory,
     Released,
     ReleasedSecondMoment,
     Step,
 )
+from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
-from dpspan.convex.schedules import ConstantClip
-from dpspan.convex.subspace import Span, Subspace, Whole
+from dpspan.convex.subspaces import Span, Subspace, Whole
 from helpers.convex_oracle import ScriptedNoise, gradients, root
 
 RNG = np.random.default_rng
@@ -65,10 +64,10 @@ def step(
     return Step(
         subspace=subspace,
         clip=clip,
-        parameters=np.zeros(len(mean)),
+        theta=np.zeros(len(mean)),
         unprivate_mean=mean,
         released=subspace.embed(mean),
-        released_std=std,
+        std=std,
     )
 
 
@@ -107,7 +106,7 @@ def test_the_root_of_the_mean_form_moves_by_at_most_its_bound_and_reaches_it() -
 
     def ratio(x: np.ndarray) -> float:
         others, newcomer = short(x[0], C * (N - 1) / N), short(x[1], C / N)
-        before, after = History(P), History(P)
+        before, after = GradientHistory(P), GradientHistory(P)
         for mean, new in zip(others, newcomer, strict=True):
             before.add(mean)
             after.add(mean + new)
@@ -150,7 +149,7 @@ def moved(kind, gradients: np.ndarray, clips: np.ndarray, spans: list[Subspace])
         for t in range(steps):
             at, clip = np.full(size, float(t)), float(clips[t])
             own = step(records.unprivate_mean(at, clip), spans[t], clip=clip)
-            metric = state.update(replace(own, parameters=at))
+            metric = state(replace(own, theta=at))
         released.append(matrix(metric))
     delta = math.sqrt(2) * noise.scales[-1] / math.sqrt(2)
     return float(np.linalg.norm(released[0] - released[1])) / delta
@@ -187,7 +186,7 @@ def test_noise_covers_the_sensitivity(share: float) -> None:
     fit = fit_of(4, noise, z=z, divisor=50)
     mean_state = begun(Released(share=share), fit)
     for t, clip in enumerate(clips, start=1):
-        mean_state.update(step(np.ones(4) / 100, clip=clip))
+        mean_state(step(np.ones(4) / 100, clip=clip))
         delta = math.sqrt(2) * math.sqrt(sum(c**2 for c in clips[:t])) / 50
         z_B = math.sqrt(2) * noise.scales[-1] / delta
         z_b = z / math.sqrt(1 - share)
@@ -195,7 +194,7 @@ def test_noise_covers_the_sensitivity(share: float) -> None:
     noise.scales.clear()
     moment_state = begun(ReleasedSecondMoment(share=share), fit)
     for t, clip in enumerate(clips, start=1):
-        moment_state.update(step(np.ones(4) / 100, clip=clip))
+        moment_state(step(np.ones(4) / 100, clip=clip))
         delta = math.sqrt(sum(c**2 for c in clips[:t])) / math.sqrt(50)  # of the root over √n
         z_B = math.sqrt(2) * noise.scales[-1] / delta
         assert 1 / z_B**2 + (1 - share) / z**2 == pytest.approx(1 / z**2)
@@ -248,7 +247,7 @@ def test_the_history_is_the_root_of_the_sum() -> None:
     means[3] = means[1] + means[2]  # within the span of what came before
     means[5] = 0.0
     span = Span(rng.standard_normal((12, 4)))
-    history = History(12)
+    history = GradientHistory(12)
     for t, mean in enumerate(means, start=1):
         history.add(mean)
         g = root(means[:t].T @ means[:t])
@@ -261,7 +260,7 @@ def test_the_history_is_the_root_of_the_sum() -> None:
 def test_the_history_keeps_all_digits() -> None:
     """Nearly parallel gradients: by way of M Mᵀ half of the digits would be lost."""
     e1, e2 = np.eye(5)[:2]
-    history = History(5)
+    history = GradientHistory(5)
     history.add(e1)
     history.add(e1 + 1e-10 * e2)
     g = history.root_in(Whole(5))
@@ -275,10 +274,10 @@ def test_directions_are_unit_vectors_however_short_the_gradient(size: float) -> 
     first = np.full(1000, size)
     first[0] *= 1.6
     ordinary = np.full(1000, 0.5 / math.sqrt(1000))
-    history = History(1000)
+    history = GradientHistory(1000)
     for mean in (first, np.zeros(1000), ordinary):
         history.add(mean)
-    alone = History(1000)
+    alone = GradientHistory(1000)
     alone.add(ordinary)
     whole = Whole(1000)
     moved = np.linalg.norm(history.root_in(whole) - alone.root_in(whole))
@@ -290,7 +289,7 @@ def test_directions_are_unit_vectors_however_short_the_gradient(size: float) -> 
 
 
 def test_more_steps_than_dimensions() -> None:
-    rng, history = RNG(0), History(3)
+    rng, history = RNG(0), GradientHistory(3)
     means = rng.standard_normal((10, 3))
     for mean in means:
         history.add(mean)
@@ -321,14 +320,14 @@ def test_the_second_moment_is_that_of_single_gradients(classes: int, where: str)
     own = Step(
         subspace=subspace,
         clip=0.5,
-        parameters=theta,
+        theta=theta,
         unprivate_mean=np.zeros(size),
         released=np.zeros(subspace.size),
-        released_std=0.0,
+        std=0.0,
     )
     embedded = subspace.embed(short(gradients(records, theta), 0.5).T).T
     expected = root(embedded.T @ embedded) / math.sqrt(15)
-    np.testing.assert_allclose(matrix(state.update(own)), expected, atol=1e-7)
+    np.testing.assert_allclose(matrix(state(own)), expected, atol=1e-7)
 
 
 def test_noisy_gradients_are_debiased_on_average() -> None:
@@ -342,12 +341,12 @@ def test_noisy_gradients_are_debiased_on_average() -> None:
         own = Step(
             subspace=WHOLE,
             clip=C,
-            parameters=u,
+            theta=u,
             unprivate_mean=u,
             released=u,
-            released_std=std,
+            std=std,
         )
-        clean, raw = state.update(own), biased.update(own)
+        clean, raw = state(own), biased(own)
     bias = draws * std**2
     spread = bias * math.sqrt(2 / draws)
     assert (np.abs(raw.values**2 - bias) <= 6 * spread).all()
@@ -364,7 +363,7 @@ def test_noisy_gradients_make_the_matrix_they_say(diagonal: bool, debias: bool) 
     kind = FromNoisyGradients(diagonal=diagonal, debias=debias, floor=0.5)
     state = begun(kind, fit_of(4, GaussianNoise(0)))
     for u in us:
-        metric = state.update(step(u, WHOLE, std=0.6))
+        metric = state(step(u, WHOLE, std=0.6))
     bias = 5 * 0.36
     total = us.T @ us - (bias * np.eye(4) if debias else 0.0)
     if diagonal:
@@ -378,7 +377,7 @@ def test_noisy_gradients_make_the_matrix_they_say(diagonal: bool, debias: bool) 
 @pytest.mark.parametrize("size", [COMFORTABLE_MATRIX, COMFORTABLE_MATRIX + 1])
 def test_by_default_a_large_matrix_is_a_diagonal_if_it_can_be(size: int, turns: bool) -> None:
     state = begun(FromNoisyGradients(), fit_of(size, GaussianNoise(0)), turns=turns)
-    metric = state.update(step(np.ones(size)))
+    metric = state(step(np.ones(size)))
     assert (metric.vectors is None) == (size > COMFORTABLE_MATRIX and not turns)
 
 
@@ -392,12 +391,12 @@ def test_a_turning_subspace_takes_the_sum_along() -> None:
         own = Step(
             subspace=span,
             clip=C,
-            parameters=np.zeros(8),
+            theta=np.zeros(8),
             unprivate_mean=np.zeros(8),
             released=u,
-            released_std=0.2,
+            std=0.2,
         )
-        metric = state.update(own)
+        metric = state(own)
         before = span.basis @ span.basis.T
         total = before @ total @ before + np.outer(span.lift(u), span.lift(u))
         bias = before @ bias @ before + 0.04 * before
@@ -424,8 +423,8 @@ def test_a_turning_subspace_takes_the_second_moment_along(outputs: int) -> None:
     total = np.zeros((size, size))
     for span, clip in zip(spans, (1.0, 0.4, 2.0, 0.7), strict=True):
         theta = rng.standard_normal(size)
-        own = replace(step(np.zeros(size), span, clip=clip), parameters=theta)
-        metric = state.update(own)
+        own = replace(step(np.zeros(size), span, clip=clip), theta=theta)
+        metric = state(own)
         g, onto = short(gradients(records, theta), clip), span.basis @ span.basis.T
         total = onto @ (total + g.T @ g) @ onto
     expected = root(span.basis.T @ total @ span.basis) / math.sqrt(20)
@@ -435,7 +434,7 @@ def test_a_turning_subspace_takes_the_second_moment_along(outputs: int) -> None:
 def test_negative_eigenvalues_are_raised_to_the_edge_of_the_noise() -> None:
     noise = ScriptedNoise(0)
     state = begun(Released(floor=1.0), fit_of(30, noise))
-    metric = state.update(step(np.full(30, 1e-9)))
+    metric = state(step(np.full(30, 1e-9)))
     edge = 2 * noise.scales[-1] * math.sqrt(30)
     assert metric.values.min() == pytest.approx(edge)
     assert np.linalg.eigvalsh(noise.matrices[-1]).min() < 0

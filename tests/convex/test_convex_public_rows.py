@@ -8,8 +8,14 @@ from scipy import sparse
 from sklearn.linear_model import Ridge
 
 from dpspan.convex.losses import Logistic, Squared
-from dpspan.convex.oracles import PublicSide, public_start
-from dpspan.convex.public_rows import PublicRows, digest, refuse_overlap, without_public
+from dpspan.convex.public_rows import (
+    PublicRows,
+    PublicSide,
+    digest,
+    public_start,
+    refuse_overlap,
+    without_public,
+)
 from dpspan.convex.rows import Rows
 
 FORMS = [np.asarray, sparse.csr_matrix, sparse.csr_array]

@@ -97,7 +97,7 @@ def test_refusals() -> None:
         scaling_of("standard")
     with pytest.raises(ValueError, match=r"Expected scaling to be None, 'public' or"):
         scaling_of("none")
-    with pytest.raises(ValueError, match="needs some: pass public=X_pub to fit"):
+    with pytest.raises(ValueError, match="needs public rows: pass public=X_pub to fit"):
         PublicScaling().prepare(None)
     with pytest.raises(ValueError, match="would fill a sparse matrix: give center=False"):
         PublicScaling().prepare(table()).apply(sparse.csr_matrix(table()))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from scipy import linalg, sparse
 
 from dpspan.convex.fitting import PrivateRecords
 from dpspan.convex.losses import Logistic, one_hot
-from dpspan.convex.oracles import (
-    Everything,
-    GivenBasis,
+from dpspan.convex.public_rows import PublicSide
+from dpspan.convex.rows import Rows
+from dpspan.convex.subspaces import (
     PublicFeatures,
     PublicGradients,
-    PublicSide,
+    Span,
+    Whole,
+    WholeSpace,
+    rotation,
 )
-from dpspan.convex.rows import Rows
-from dpspan.convex.subspace import Span, Whole, rotation
 from helpers.convex_oracle import gradients
 
 RNG = np.random.default_rng
@@ -66,7 +65,7 @@ def test_the_whole_space() -> None:
     np.testing.assert_array_equal(whole.embed(v), v)
     np.testing.assert_array_equal(whole.lift(v), v)
     np.testing.assert_array_equal(whole.basis, np.eye(5))
-    tracker = Everything().start(public())
+    tracker = WholeSpace().start(public())
     assert tracker(np.zeros(13)) is tracker(np.ones(13))
 
 
@@ -116,31 +115,13 @@ def test_public_gradients_are_the_top_directions_at_the_weights(classes: int) ->
     assert seen[0] is not seen[2]
 
 
-def test_a_given_basis_of_either_length() -> None:
-    side = public(classes=3)
-    each = GivenBasis(basis=RNG(0).standard_normal((13, 2))).start(side)(np.zeros(39))
-    joint = GivenBasis(basis=RNG(0).standard_normal((39, 2))).start(side)(np.zeros(39))
-    assert (each.size, joint.size) == (6, 2)
-
-
-def test_the_certificate_knows_a_given_basis_by_its_content() -> None:
-    basis = RNG(0).standard_normal((13, 2))
-    other = basis.copy()
-    other[3, 1] += 1e-12
-    described = [GivenBasis(basis=b).describe() for b in (basis, basis.tolist(), other)]
-    assert described[0] == described[1]
-    assert described[0]["digest"] != described[2]["digest"]
-    json.dumps(described)
-
-
 @pytest.mark.parametrize(("refresh", "steps"), [(1, 1), (1, 2), (3, 3), (3, 4)])
 def test_what_turns_says_so(refresh: int, steps: int) -> None:
     side = public()
     for oracle in (
-        Everything(),
+        WholeSpace(),
         PublicFeatures(rank=2),
         PublicGradients(rank=2, refresh=refresh),
-        GivenBasis(basis=RNG(0).standard_normal((13, 2))),
     ):
         tracker = oracle.start(side)
         seen = [tracker(RNG(step).standard_normal(13)) for step in range(steps)]
@@ -160,14 +141,6 @@ def test_refusals() -> None:
         PublicGradients().start(unlabelled)
     with pytest.raises(ValueError, match="are all zero"):
         PublicFeatures().start(zeros)
-    with pytest.raises(
-        ValueError, match=r"basis of shape \(13, k\) or \(13, k\).*got shape \(5, 2"
-    ):
-        GivenBasis(basis=np.ones((5, 2))).start(side)
-    with pytest.raises(ValueError, match="at least one column, got none"):
-        GivenBasis(basis=np.ones((13, 0))).start(side)
-    with pytest.raises(ValueError, match="finite basis"):
-        GivenBasis(basis=np.full((13, 2), np.nan)).start(side)
     with pytest.raises(ValueError, match="rank to be an integer of at least 1, got 0"):
         PublicFeatures(rank=0)
     with pytest.raises(ValueError, match="refresh to be an integer"):

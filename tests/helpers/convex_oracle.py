@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from scipy import sparse
 
 from dpspan.convex.fitting import GaussianNoise
+from dpspan.convex.public_rows import PublicSide
+from dpspan.convex.subspaces import Span, SubspaceOracle, Tracker
+
+
+@dataclass(frozen=True, eq=False)
+class GivenBasis(SubspaceOracle):
+    """The span of given columns, for every step."""
+
+    basis: np.ndarray
+
+    def start(self, public: PublicSide) -> Tracker:
+        span = Span(self.basis)
+        return lambda weights: span
 
 
 class ScriptedNoise(GaussianNoise):

@@ -50,40 +50,41 @@ def certificate(
     spending = ledger.spending(delta)  # first: it may add a warning
     check_promised_delta("delta", spending.delta)
     weak = weaknesses(spending.epsilon, spending.delta)
-    budget = ledger.budget
-    fallback = spending.accountant != ledger.accountant
-    interval = None
-    if spending.accountant == "pld" and math.isfinite(spending.epsilon):
-        interval = pld_interval(ledger.events)
+    finite = math.isfinite(spending.epsilon)
+    reasons = [] if finite else ["no finite ε covers what was released"]
+    on_grid = finite and spending.accountant == "pld"
     document = {
         "format": FORMAT,
         "version": VERSION,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "private": math.isfinite(spending.epsilon) and not ledger.invalid,
-        "not_private_because": _reasons(ledger, spending.epsilon),
+        "private": finite and not ledger.invalid,
+        "not_private_because": [*reasons, *ledger.invalid],
         "epsilon": spending.epsilon,
         "delta": spending.delta,
         "adjacency": adjacency,
         "discloses_number_of_records": ledger.discloses_records,
-        "budget": None if budget is None else asdict(budget),
+        "budget": None if ledger.budget is None else asdict(ledger.budget),
         "accountant": {
             "chosen": ledger.accountant,
             "used": spending.accountant,
-            "fallback": fallback,
-            "value_discretization_interval": interval,
+            "fallback": spending.accountant != ledger.accountant,
+            "value_discretization_interval": pld_interval(ledger.events) if on_grid else None,
         },
         "training": dict(training),
         "steps": ledger.steps,
         "events": [
-            {"count": count, "text": f"{count} × {event}", "event": event_to_json(event)}
-            for event, count in ledger.events
+            {"count": n, "text": f"{n} × {e}", "event": event_to_json(e)} for e, n in ledger.events
         ],
         "public": [
             {"name": r.name, "count": r.count, "sha256": r.digest, "detail": r.detail}
             for r in ledger.public
         ],
         "warnings": list(dict.fromkeys([*ledger.warnings, *weak])),
-        "versions": _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{package: _version(package) for package in _PACKAGES},
+        },
     }
     return {key: _plain(key, value) for key, value in document.items()}
 
@@ -125,19 +126,11 @@ def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:
     return path
 
 
-def _reasons(ledger: Ledger, epsilon: float) -> list[str]:
-    infinite = [] if math.isfinite(epsilon) else ["no finite ε covers what was released"]
-    return [*infinite, *ledger.invalid]
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _plain(where: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from dp_accounting import dp_event
 from dp_accounting.dp_event import DpEvent
 
-from dpspan.support.checks import check_number, expect
+from dpspan.support.checks import check_number, check_positive, expect
 
 _KINDS: dict[str, Any] = {
     name: kind
@@ -41,9 +41,7 @@ def pure_event(epsilon: float) -> DpEvent:
     records are added or removed; the discrete Laplace mechanism of sensitivity 1 has the same
     privacy losses, +ε and −ε with odds of exp(ε) to 1. (The Laplace mechanism's are smaller.)
     """
-    in_range = 0 < check_number("epsilon", epsilon) < math.inf
-    expect(in_range, "epsilon > 0 and finite", epsilon)
-    return dp_event.DiscreteLaplaceDpEvent(float(epsilon), 1)
+    return dp_event.DiscreteLaplaceDpEvent(check_positive("epsilon", epsilon), 1)
 
 
 def event_to_json(event: DpEvent) -> dict[str, Any]:

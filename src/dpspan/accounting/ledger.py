@@ -1,6 +1,10 @@
 """The record of what a run has released, kept within its budget."""
 
+from __future__ import annotations
+
+import bisect
 import dataclasses
+import functools
 import math
 import os
 import secrets
@@ -10,20 +14,22 @@ from typing import Any, Never
 from dp_accounting import dp_event
 from dp_accounting.dp_event import DpEvent
 from dp_accounting.privacy_accountant import NeighboringRelation
+from scipy.optimize import brentq
 
 from dpspan.accounting.epsilon import (
     Budget,
-    Events,
-    Headroom,
     Spending,
     account,
     check_accountant,
     pld_epsilon,
+    rough_epsilon,
 )
 from dpspan.accounting.events import event_from_json, event_to_json
+from dpspan.accounting.releases import Releases, added, beyond, releases_from_json, releases_to_json
 from dpspan.support.checks import check_count, check_delta, expect
 from dpspan.support.errors import BudgetExceeded
 
+_LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
 RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
 _STATE_VERSION = 2
 _COPIED = (
@@ -46,6 +52,8 @@ class PublicRecord:
 class Ledger:
     """Records each event before its release and refuses what the budget cannot pay for.
 
+    Nothing is refused without a `budget`, which may be set later.
+
     Examples:
         >>> import dpspan
         >>> from dpspan.accounting.events import step_event
@@ -60,7 +68,7 @@ class Ledger:
 
     def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:
         self.accountant = check_accountant(accountant)
-        self._budget = budget
+        self.budget = budget
         self._process = os.getpid()
         self._mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
@@ -68,18 +76,20 @@ class Ledger:
         self._warnings: dict[str, None] = {}
         self._invalid: dict[str, None] = {}
         self._public: dict[PublicRecord, None] = {}
-        self._headroom: Headroom | None = None
+        self._headroom: _Headroom | None = None
         self._spendings: dict[float, Spending] = {}
 
-    @property
-    def budget(self) -> Budget | None:
-        """What may be spent; nothing is refused without one."""
-        return self._budget
-
-    @budget.setter
-    def budget(self, budget: Budget | None) -> None:
-        self._budget = budget
-        self._headroom = None
+    @classmethod
+    def from_state(cls, state: Any) -> Ledger:
+        """A ledger with the saved record; ValueError if it is damaged or not ours."""
+        ledger = cls()
+        try:
+            ledger._parse(state)
+        except KeyError as error:
+            raise ValueError(f"Cannot load the ledger state: {error} is missing.") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"Cannot load the ledger state: {error}") from error
+        return ledger
 
     @property
     def events(self) -> tuple[tuple[DpEvent, int], ...]:
@@ -119,23 +129,19 @@ class Ledger:
         return tuple(self._public)
 
     def charge(self, event: DpEvent, count: int = 1) -> None:
-        """Record `count` releases about to happen; BudgetExceeded, and no record, if too dear."""
+        """Record `count` releases before they happen; BudgetExceeded if the budget refuses them."""
         if os.getpid() != self._process:
             raise RuntimeError(_COPIED)
         event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count, look_ahead=True)
+        self._check_affordable(event, count)
         if self._headroom is not None:
             self._headroom.used += count
-        self._spendings.clear()
-        if self._events and self._events[-1][0] == event:
-            self._events[-1] = (event, self._events[-1][1] + count)
-        else:
-            self._events.append((event, count))
+        self._record(event, count)
 
     def reserve(self, event: DpEvent, count: int) -> None:
         """Check once that `count` more of `event` fit the budget; charges then cost nothing."""
         event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count, look_ahead=False)
+        self._check_affordable(event, count)
 
     def spending(self, delta: float | None = None) -> Spending:
         """ε at `delta` (the budget's, if there is one) and the accountant it comes from."""
@@ -151,9 +157,7 @@ class Ledger:
         """ε spent so far for adding or removing one record; infinite if nothing bounds it."""
         return self.spending(delta).epsilon
 
-    def get_epsilon(self, delta: float | None = None) -> float:
-        """`epsilon`, under the name that dp-accounting's and Opacus' accountants use."""
-        return self.epsilon(delta)
+    get_epsilon = epsilon  # the name in dp-accounting's and Opacus' accountants
 
     def replace_one_epsilon(self, delta: float | None = None) -> float:
         """ε for replacing one record: PLD only, as dp-accounting's RDP under-counts it."""
@@ -179,6 +183,12 @@ class Ledger:
         count = check_count("count", count)
         self._public[PublicRecord(name=name, digest=digest, count=count, detail=detail)] = None
 
+    def covers(self, earlier: Ledger) -> bool:
+        """Whether it goes on where `earlier` ends, with all else that must be told of it."""
+        notes = ("warnings", "invalid", "public")
+        told = all(set(getattr(earlier, note)) <= set(getattr(self, note)) for note in notes)
+        return told and beyond(earlier.events, self._events) is not None
+
     def __reduce__(self) -> Never:
         raise TypeError(_COPIED)
 
@@ -189,7 +199,7 @@ class Ledger:
             "saved_by": self._mark,
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
             "steps": self.steps,
-            "events": [{"event": event_to_json(e), "count": n} for e, n in self._events],
+            "events": releases_to_json(self._events),
             "warnings": list(self._warnings),
             "invalid": list(self._invalid),
             "public": [dataclasses.asdict(record) for record in self._public],
@@ -202,11 +212,11 @@ class Ledger:
         never forgets a release: what this ledger holds of its own (public data chosen once more,
         before the checkpoint was loaded) is added to the saved record, equal or not.
         """
-        loaded = _parse_state(state)
+        loaded = Ledger.from_state(state)
         if state["saved_by"] != self._mark:
             for event, count in self._events:
-                loaded.charge(event, count)
-        elif not _begins_with(loaded._events, self._events):
+                loaded._record(event, count)
+        elif beyond(self._events, loaded._events) is None:
             raise ValueError(
                 "Cannot load the ledger state: this ledger has released more since it saved that "
                 "state, and loading would forget it. Load into a new ledger."
@@ -215,8 +225,35 @@ class Ledger:
         self._warnings |= loaded._warnings
         self._invalid |= loaded._invalid
         self._public |= loaded._public
-        self.budget = self.budget or loaded.budget  # also forgets the headroom
+        self.budget = self.budget or loaded.budget
+        self._headroom = None
         self._spendings.clear()
+
+    def _parse(self, state: Any) -> None:
+        """Take over every part of a saved record, checked."""
+        expect(isinstance(state, Mapping), "a mapping", state)
+        expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
+        expect(isinstance(state["saved_by"], str), "saved_by to be a text", state["saved_by"])
+        for key in ("events", "warnings", "invalid", "public"):
+            expect(isinstance(state[key], list), f"{key} to be a list", state[key])
+        for event, count in releases_from_json(state["events"]):
+            self._record(event, count)
+        expect(state["steps"] == self.steps, f"the {self.steps} steps held", state["steps"])
+        for key, keep in (("warnings", self.warn), ("invalid", self.invalidate)):
+            for text in state[key]:
+                expect(isinstance(text, str), f"{key} to hold texts", text)
+                keep(text)
+        for record in state["public"]:
+            self.declare_public(*(record[f.name] for f in dataclasses.fields(PublicRecord)))
+        if (budget := state["budget"]) is not None:
+            self.budget = Budget(epsilon=budget["epsilon"], delta=budget["delta"])
+
+    def _record(self, event: DpEvent, count: int) -> None:
+        self._spendings.clear()
+        if self._events and self._events[-1][0] == event:
+            self._events[-1] = (event, self._events[-1][1] + count)
+        else:
+            self._events.append((event, count))
 
     def _delta(self, delta: float | None) -> float:
         if delta is None:
@@ -233,52 +270,68 @@ class Ledger:
             raise TypeError(f"Expected a dp_accounting DpEvent, got {type(event).__name__}.")
         return event_from_json(event_to_json(event))
 
-    def _check_affordable(self, event: DpEvent, count: int, *, look_ahead: bool) -> None:
-        if self.budget is None:
+    def _check_affordable(self, event: DpEvent, count: int) -> None:
+        budget, room = self.budget, self._headroom
+        if budget is None:
+            self._headroom = None
             return
-        if self._headroom is None or self._headroom.event != event:
-            self._headroom = Headroom(event, self._events, self.budget, self.accountant)
-        if not self._headroom.fits(count, look_ahead=look_ahead):
+        if room is None or room.event != event or room.budget != budget:
+            room = self._headroom = _Headroom(event, self._events, budget, self.accountant)
+        if not room.fits(count):
             raise BudgetExceeded(
-                f"{count} more of {event} would exceed the budget of ε = {self.budget.epsilon:g} "
-                f"at δ = {self.budget.delta:g}: ε = {self.epsilon():.4f} is spent, after "
+                f"{count} more of {event} would exceed the budget of ε = {budget.epsilon:g} "
+                f"at δ = {budget.delta:g}: ε = {self.epsilon():.4f} is spent, after "
                 f"{self.steps} steps. Stop training (the model is as private as its certificate "
                 "says), or set a larger budget."
             )
 
 
-def _parse_state(state: Mapping[str, Any]) -> Ledger:
-    """A new ledger with the record of `state`, every part of it checked."""
-    ledger = Ledger()
-    try:
-        expect(isinstance(state, Mapping), "a mapping", state)
-        expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
-        expect(isinstance(state["saved_by"], str), "saved_by to be a text", state["saved_by"])
-        for key in ("events", "warnings", "invalid", "public"):
-            expect(isinstance(state[key], list), f"{key} to be a list", state[key])
-        for entry in state["events"]:
-            ledger.charge(event_from_json(entry["event"]), entry["count"])
-        expect(state["steps"] == ledger.steps, f"the {ledger.steps} steps held", state["steps"])
-        for key, keep in (("warnings", ledger.warn), ("invalid", ledger.invalidate)):
-            for text in state[key]:
-                expect(isinstance(text, str), f"{key} to hold texts", text)
-                keep(text)
-        for record in state["public"]:
-            ledger.declare_public(*(record[f.name] for f in dataclasses.fields(PublicRecord)))
-        budget = state["budget"]
-        if budget is not None:
-            ledger.budget = Budget(epsilon=budget["epsilon"], delta=budget["delta"])
-    except KeyError as error:
-        raise ValueError(f"Cannot load the ledger state: {error} is missing.") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"Cannot load the ledger state: {error}") from error
-    return ledger
+def steps_beyond(earlier: Any, later: Any) -> int | None:
+    """How many more releases one saved state has than another; None if it leaves one out."""
+    more = beyond(Ledger.from_state(earlier).events, Ledger.from_state(later).events)
+    return None if more is None else sum(count for _, count in more)
 
 
-def _begins_with(loaded: Events, held: Events) -> bool:
-    """Whether `loaded` continues `held`, whose last event may have gone on."""
-    if not held or not loaded:
-        return not held
-    *earlier, (event, count) = held
-    *before, (last, reached) = loaded[: len(held)]
-    return before == earlier and last == event and reached >= count
+class _Headroom:
+    """How many of one event fit on top of a fixed record: known up to where it was asked."""
+
+    def __init__(self, event: DpEvent, spent: Releases, budget: Budget, accountant: str) -> None:
+        self.event, self.budget = event, budget
+        self.used = 0
+        self._spent, self._accountant = added(spent), accountant
+        self._gaps = {0: -budget.epsilon}  # how far ε is above the budget, by the number of events
+        self._most, self._too_many = 0, math.inf  # known to fit, known not to
+
+    def fits(self, count: int) -> bool:
+        """Whether ε stays within the budget; looking ahead settles many later answers too."""
+        total = self.used + count
+        while self._most < total and self._too_many == math.inf:
+            self._gap(max(total, self._by_renyi, 2 * self._most))
+        if self._most < total < self._too_many:
+            brentq(self._gap, self._most, self._too_many, xtol=0.5)
+        if self._most < total < self._too_many:  # as near as that was not near enough
+            self._gap(total)
+        return total <= self._most and total < self._too_many
+
+    def _gap(self, count: float) -> float:
+        whole = round(count)
+        if whole not in self._gaps:
+            events = [*self._spent, (self.event, whole)]
+            epsilon = account(events, self.budget.delta, self._accountant).epsilon
+            # Bounded, or a chord to an infinite ε would say nothing.
+            self._gaps[whole] = min(epsilon - self.budget.epsilon, self.budget.epsilon)
+            if epsilon <= self.budget.epsilon:
+                self._most = max(self._most, whole)
+            else:
+                self._too_many = min(self._too_many, whole)
+        return self._gaps[whole]
+
+    @functools.cached_property
+    def _by_renyi(self) -> int:
+        """About how many Rényi accounting would allow: a cheap guess to start the search from."""
+
+        def too_many(power: int) -> bool:
+            events = [*self._spent, (self.event, int(1.1**power))]
+            return rough_epsilon(events, self.budget.delta) > self.budget.epsilon
+
+        return int(1.1 ** (bisect.bisect_left(range(_LOOK_AHEAD), True, key=too_many) - 1))

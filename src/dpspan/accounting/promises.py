@@ -10,7 +10,7 @@ from typing import Any
 
 from dpspan.support.checks import check_delta, expect
 
-# To publish each record with probability δ, as it is, keeps the promise (0, δ). From a tenth on no
+# Publishing each record with probability δ, as it is, keeps the promise (0, δ). From a tenth on no
 # number of records makes that a promise, so it is refused. Above a thousandth it is one only for
 # data so small that nothing could be learnt from them, so it is said.
 LARGEST_DELTA, LARGE_DELTA = 0.1, 1e-3
@@ -22,7 +22,7 @@ def check_promised_delta(name: str, value: Any) -> float:
     delta = check_delta(name, value)
     expect(
         delta < LARGEST_DELTA,
-        f"{name} below {LARGEST_DELTA:g} (with a δ that large, to publish that share of all "
+        f"{name} below {LARGEST_DELTA:g} (with a δ that large, publishing that share of all "
         "records as they are would keep the promise; take one well below 1 / number of records)",
         value,
     )
@@ -36,7 +36,7 @@ def weaknesses(epsilon: float | None, delta: float, records: int | None = None) 
         said.append(f"an ε above {LARGE_EPSILON:g} promises next to nothing: people use 1 to 8")
     if delta > LARGE_DELTA or delta * (records or 0) >= 1:
         said.append(
-            f"δ = {delta:g} is large: to publish every record with that probability would keep the "
+            f"δ = {delta:g} is large: publishing every record with that probability would keep the "
             "promise. Choose one well below 1 / number of records"
         )
     return said

@@ -24,15 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.public.data import move, read
+from dpspan.public.data import Array, move, read
 from dpspan.public.losses import SampleCriterion, SampleLosses, check_one_each
 from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.randomness import seeded
 
 FEWEST = 20  # of each kind
 FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class MembershipResult:
         threshold: a loss of at most this is called a member's; -inf if on the half it was fitted
             on no threshold did better than to guess.
         members: number of members given, of which half are evaluated on.
-        non_members: number of non-members given, of which half are evaluated on.
+        non_members: likewise.
     """
 
     success_rate: float
@@ -95,8 +93,7 @@ def membership_inference(
     Args:
         model: the trained model.
         members: samples that it was trained on: a Dataset, DataLoader or tensors, with labels.
-            Give them without random augmentation. A DataLoader is read
-            with its own collation.
+            Give them without random augmentation.
         non_members: other samples of the same distribution, likewise. If they differ in anything
             but membership, the attack measures that difference too.
         loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion;
@@ -121,8 +118,9 @@ def membership_inference(
         inside = _losses("members", members, losses_of, model, batch_size)
         outside = _losses("non-members", non_members, losses_of, model, batch_size)
     generator = np.random.default_rng(seed)
-    fit_inside, inside_held_out = _halves(inside, generator)
-    fit_outside, outside_held_out = _halves(outside, generator)
+    (fit_inside, inside_held_out), (fit_outside, outside_held_out) = (
+        np.split(generator.permutation(losses), [len(losses) // 2]) for losses in (inside, outside)
+    )
     threshold = best_threshold(fit_inside, fit_outside)
     found = int((inside_held_out <= threshold).sum())
     mistaken = int((outside_held_out <= threshold).sum())
@@ -187,12 +185,6 @@ def _roc(inside: Array, outside: Array) -> tuple[Array, Array, Array]:
     # By place, since scikit-learn takes no infinite scores. The score falls with the loss.
     fpr, tpr, _ = roc_curve(members, -places, drop_intermediate=False)
     return values, fpr, tpr
-
-
-def _halves(losses: Array, generator: np.random.Generator) -> tuple[Array, Array]:
-    """To fit on, and to evaluate on."""
-    shuffled = generator.permutation(losses)
-    return shuffled[: len(losses) // 2], shuffled[len(losses) // 2 :]
 
 
 # -- from samples to losses -----------------------------------------------------------------------

@@ -8,6 +8,8 @@ initial weights, V their top k right singular vectors, θ the principal angles b
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
@@ -17,7 +19,6 @@ from dpspan.choose.subspaces import (
     Loss,
     energies,
     evaluated,
-    own_gradients,
     principal_subspace,
     sample_gradients,
 )
@@ -25,7 +26,6 @@ from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import exact
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData, Samples
-from dpspan.public.gradients import Labels
 from dpspan.subspaces.subspace import Subspace
 
 
@@ -36,7 +36,6 @@ def gsd(
     public_batch: object,
     rank: int = 16,
     *,
-    labels: str | Labels = "random",
     seed: int = 0,
     piece: int = PIECE,
 ) -> float:
@@ -46,11 +45,10 @@ def gsd(
         model: at the weights that training starts from, or a `ProbeNetwork`; run in
             evaluation mode, on a copy.
         loss_fn: a criterion, for which both sides get random labels of the model's classes, or a
-            function (model, inputs[, labels]) → one loss per sample.
+            function (model, inputs[, labels]) → one loss per sample, by the labels there are.
         private_batch: inputs, (inputs,), (inputs, labels), a mapping, a Dataset or a DataLoader.
         public_batch: the same.
         rank: k; ValueError if one side's gradients span fewer directions.
-        labels: "random", as in the paper, or "real".
         seed: of the random labels, the same for both sides.
         piece: samples run through the model at a time.
 
@@ -64,14 +62,14 @@ def gsd(
         0.0
     """
     model = evaluated(model)
-
-    def directions(data: Samples) -> Subspace:
-        # One side at a time: its gradients are gone before those of the other are computed.
-        gradients = sample_gradients(model, loss_fn, data, labels=labels, seed=seed, piece=piece)
-        return full_subspace(gradients, rank, of=data.name)
-
-    private = directions(Samples.of(private_batch, name="private"))
-    return subspace_distance(private, directions(PublicData.of(public_batch, name="public")))
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    private = Samples.of(private_batch, name="private")
+    public = PublicData.of(public_batch, name="public")
+    first, second = (  # the gradients of one are gone before those of the other are computed
+        principal_subspace(gradients_of(data), rank, of=data.name, fewer=False)
+        for data in (private, public)
+    )
+    return subspace_distance(first, second)
 
 
 def unprivate_captured_energy(
@@ -92,25 +90,10 @@ def unprivate_captured_energy(
     """
     model = evaluated(model)
     public = PublicData.of(public_batch, name="public")
-    gradients = sample_gradients(model, loss_fn, public, seed=seed, piece=piece)
-    subspace = principal_subspace(gradients, rank, of=public.name)
-    del gradients
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    subspace = principal_subspace(gradients_of(public), rank, of=public.name)
     private = Samples.of(private_batch, name="private")
-    own = own_gradients(model, loss_fn, private, seed=seed, piece=piece)
-    return energies(own, [subspace])[:, 0]
-
-
-def full_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
-    """The top `rank` directions; ValueError if there are not that many."""
-    subspace = principal_subspace(gradients, rank, of=of)
-    if subspace.rank < rank:
-        precision = str(gradients.like.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"Expected rank of at most {subspace.rank}, as many directions as the gradients of "
-            f"the {gradients.samples} samples of '{of}' span in {precision}, got {rank}. Lower "
-            "rank, or give more samples."
-        )
-    return subspace
+    return energies(gradients_of(private, own_labels=True), [subspace])[:, 0]
 
 
 @exact()

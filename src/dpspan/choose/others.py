@@ -93,37 +93,33 @@ def _samples(
 
     Labels are random for a criterion, and the data's own for a function, as in `sample_gradients`.
     """
-    device = next(model.parameters()).device
     indices, *given = next(data.pieces(piece))
-    inputs, labels = move(given, device)
-    blank = tree_map_only(Tensor, torch.zeros_like, inputs)
-    outputs, state = _run(model, loss_fn, inputs, labels, seed)
-    _refuse_state(state, _run(model, loss_fn, blank, labels, seed)[1])
+    inputs, labels = move(given, next(model.parameters()).device)
+    outputs = _outputs(model, loss_fn, inputs, labels, seed)
     if isinstance(loss_fn, nn.Module):
         scores = SampleCriterion(loss_fn, instead="loss_fn=").outputs(outputs, len(indices))
         source = RandomLabels(seed=seed).source(loss_fn, data)
         labels = source(Piece(0, indices, inputs, None), scores)
-    if len(indices) > 1 or piece == 1:
-        return inputs, labels
-    twice: tuple[Any, Any] = tree_map_only(Tensor, lambda x: torch.cat([x, x]), (inputs, labels))
-    return twice
+    rows = torch.arange(max(len(indices), min(piece, 2))) % len(indices)
+    batch: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], (inputs, labels))
+    return batch
 
 
-def _run(
-    model: nn.Module, loss_fn: Loss, inputs: Any, labels: Any, seed: int
-) -> tuple[Any, dict[str, Tensor]]:
-    """What a copy of the model (or a function of it) returns, and its buffers afterwards."""
-    model = copy.deepcopy(model)
-    with torch.no_grad(), seeded(model, seed):
-        if isinstance(loss_fn, nn.Module):
-            returned = call(model, inputs)
-        else:
-            returned = loss_fn(model, inputs, *(() if labels is None else (labels,)))
-    return returned, dict(model.named_buffers())
+def _outputs(model: nn.Module, loss_fn: Loss, inputs: Any, labels: Any, seed: int) -> Any:
+    """What a copy of the model (or a function of it) returns.
 
-
-def _refuse_state(state: dict[str, Tensor], blank: dict[str, Tensor]) -> None:
-    """Buffers may change (a counter, a cache of positions), but not with the samples."""
+    Its buffers may change (a counter, a cache of positions), but not with the samples.
+    """
+    runs = []
+    for given in (inputs, tree_map_only(Tensor, torch.zeros_like, inputs)):
+        copied = copy.deepcopy(model)
+        with torch.no_grad(), seeded(copied, seed):
+            if isinstance(loss_fn, nn.Module):
+                returned = call(copied, given)
+            else:
+                returned = loss_fn(copied, given, *(() if labels is None else (labels,)))
+        runs.append((returned, dict(copied.named_buffers())))
+    (outputs, state), (_, blank) = runs
     for name, buffer in state.items():
         if name not in blank or not torch.equal(buffer, blank[name]):
             raise UnsupportedModule(
@@ -131,3 +127,4 @@ def _refuse_state(state: dict[str, Tensor], blank: dict[str, Tensor]) -> None:
                 "a record would change the scores of others. Turn the running statistics of its "
                 "module off, or use a ProbeNetwork."
             )
+    return outputs

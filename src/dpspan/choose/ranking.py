@@ -18,14 +18,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.choose.gsd import full_subspace, subspace_distance
+from dpspan.choose.gsd import subspace_distance
 from dpspan.choose.subspaces import (
     PIECE,
     Loss,
     drawn,
     energies,
     evaluated,
-    own_gradients,
+    principal_subspace,
     sample_gradients,
 )
 from dpspan.gradients.layers.pairs import line_blocks
@@ -102,16 +102,14 @@ def rank_public(
 ) -> UnprivateRanking:
     """Compare public candidates with private data, without privacy, and say so.
 
+    `model`, `loss_fn` and `piece` are as for `gsd`.
+
     Args:
-        model: at the weights that training starts from, or a `ProbeNetwork`; run in
-            evaluation mode, on a copy.
-        loss_fn: a criterion, or a function (model, inputs[, labels]) → one loss per sample.
         private: the private data; at most `samples` of it are looked at.
         candidates: public datasets by name.
         rank: k, how many directions of each are compared.
         samples: how many samples of each dataset.
         seed: of the samples that are drawn and of their random labels.
-        piece: samples run through the model at a time.
         ledger: where to note that this was looked at; the numbers themselves never go there.
 
     Examples:
@@ -142,9 +140,9 @@ def rank_public(
     for each in (mine, *data.values()):
         gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
         fishers[each.name] = fisher_embedding(gradients)
-        subspaces[each.name] = full_subspace(gradients, rank, of=each.name)
+        subspaces[each.name] = principal_subspace(gradients, rank, of=each.name, fewer=False)
         del gradients
-    own = own_gradients(model, loss_fn, mine, seed=seed, piece=piece)
+    own = sample_gradients(model, loss_fn, mine, own_labels=True, seed=seed, piece=piece)
     captured = energies(own, [subspaces[name] for name in data]).mean(0).tolist()
     pairs: dict[str, dict[str, float]] = {name: {name: 0.0} for name in subspaces}
     for a, b in itertools.combinations(subspaces, 2):

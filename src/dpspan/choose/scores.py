@@ -9,7 +9,7 @@ the sums with ε-DP.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE, Loss, energies
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
 from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import inputs_of, move
+from dpspan.public.data import hold, move
 from dpspan.public.losses import SampleCriterion
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.randomness import FreshWorker, fresh_randomness, seeded
@@ -119,25 +119,18 @@ def sampled_batches(
             break
         for kind, batch in _by_kind(read).items():
             full = _joined([waiting.pop(kind), batch]) if kind in waiting else batch
-            if _count(full) >= piece:
+            if len(tree_leaves(full)[0]) >= piece:
                 yield tree_map(lambda leaf: leaf[:piece], full)
                 full = tree_map(lambda leaf: leaf[piece:], full)
-            if _count(full):
+            if len(tree_leaves(full)[0]):
                 waiting[kind] = full
     yield from waiting.values()
 
 
-class _Single(Dataset[Any]):
+class _Single(Subset[Any]):
     """Some of the records, each asked for alone: a dataset may read several at once its own way."""
 
-    def __init__(self, dataset: Any, chosen: list[int]) -> None:
-        self._dataset, self._chosen = dataset, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._chosen[index]]
+    __getitems__ = None  # type: ignore[assignment]
 
 
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> list[Any]:
@@ -159,20 +152,11 @@ def _joined(batches: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves), *batches)
 
 
-def _count(batch: Any) -> int:
-    return len(tree_leaves(batch)[0])
-
-
-def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
+def _inputs_and_labels(batch: Any) -> tuple[Any, ...]:
     """Of a batch of one record."""
-    if all(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,) for leaf in tree_leaves(batch)):
-        if isinstance(batch, Mapping):
-            inputs = inputs_of(batch)
-            labels = [value for key, value in batch.items() if key not in inputs]
-            if len(labels) == 1 and inputs:
-                return inputs, labels[0]
-        elif isinstance(batch, tuple | list) and len(batch) == 2:
-            return batch[0], batch[1]
+    parts = hold(batch)
+    if len(parts) == 2 and len(tree_leaves(parts)[0]) == 1:
+        return parts
     raise ValueError(
         "Expected private batches of (inputs, labels), or mappings with the labels under 'labels', "
         "that hold tensors with one row for each record, in the first dimension: private gradients "

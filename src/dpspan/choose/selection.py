@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from scipy.optimize import brentq
 from torch import nn
@@ -145,11 +146,8 @@ def choose_public(
         name: drawn(each, samples, seed=seed, name=name, kind=PublicData)
         for name, each in candidates.items()
     }
-    subspaces = []
-    for name, each in data.items():
-        gradients = sample_gradients(model, loss_fn, each, seed=seed, piece=piece)
-        subspaces.append(principal_subspace(gradients, rank, of=name))
-        del gradients
+    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    subspaces = [principal_subspace(gradients_of(each), rank, of=n) for n, each in data.items()]
     for each in data.values():
         check_independence(model, loss_fn, subspaces, each, seed=seed, piece=piece)
     # Private records are not read before this line, so no refusal above tells anything of them.
@@ -193,9 +191,9 @@ def resolution(
         >>> round(resolution(records=2000, candidates=6, epsilon=0.1), 3)
         0.02
     """
-    records, candidates = check_count("records", records), check_count("candidates", candidates)
+    records = check_count("records", records)
+    candidates = check_count("candidates", candidates, least=2)
     epsilon, sample_rate = _checked(epsilon, sample_rate)
-    expect(candidates >= 2, "at least 2 candidates", candidates)
     lowest = 1 / candidates
     expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
     pick, spread = pick_named(mechanism), 0.0

@@ -23,7 +23,7 @@ from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
 from dpspan.public.data import Samples
-from dpspan.public.gradients import Labels, Piece, RandomLabels, labels_of, losses_by
+from dpspan.public.gradients import Piece, RandomLabels, RealLabels, losses_by
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_seed
 from dpspan.support.randomness import seeded
@@ -66,26 +66,22 @@ def sample_gradients(
     loss_fn: Loss,
     data: Samples,
     *,
-    labels: str | Labels = "random",
+    own_labels: bool = False,
     seed: int = 0,
     piece: int = PIECE,
 ) -> PerSampleGradients:
     """One gradient per sample at the model's weights; the model is left as it was.
 
-    With a criterion as `loss_fn` the labels are drawn for the model's classes ("random") or are
-    the data's own ("real"). A function `loss_fn(model, inputs[, labels])` gets what the data hold.
+    With a criterion as `loss_fn` the labels are drawn for the model's classes, or are the data's
+    own if they are wanted and there are some. A function `loss_fn(model, inputs[, labels])` gets
+    what the data hold.
     """
     piece, seed = check_count("piece", piece), check_seed(seed)
     criterion = loss_fn if isinstance(loss_fn, nn.Module) else None
     if criterion is None:
         _check_arguments(loss_fn, data)
-    chosen = RandomLabels(seed=seed) if labels == "random" else labels_of(labels)
-    if chosen.real and not data.labelled:
-        raise ValueError(
-            f"Expected labels in '{data.name}', as real labels were asked for: give (inputs, "
-            "labels), or pass labels='random'."
-        )
-    losses = losses_by(criterion, loss_fn if criterion is None else None, chosen, data)
+    labels = RealLabels() if own_labels and data.labelled else RandomLabels(seed=seed)
+    losses = losses_by(criterion, loss_fn if criterion is None else None, labels, data)
     model = copy.deepcopy(model)  # so that nothing that these samples leave in it reaches others
     device = next(model.parameters()).device
 
@@ -120,16 +116,13 @@ def _check_arguments(loss: Loss, data: Samples) -> None:
         ) from None
 
 
-def own_gradients(
-    model: nn.Module, loss_fn: Loss, private: Samples, *, seed: int, piece: int
-) -> PerSampleGradients:
-    """Gradients with the data's own labels, as in training, or random ones if there are none."""
-    labels = "real" if private.labelled else "random"
-    return sample_gradients(model, loss_fn, private, labels=labels, seed=seed, piece=piece)
+def principal_subspace(
+    gradients: PerSampleGradients, rank: int, *, of: str, fewer: bool = True
+) -> Subspace:
+    """The top `rank` directions, or as many as there are; ValueError if none, or without `fewer`.
 
-
-def principal_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> Subspace:
-    """The top `rank` directions; ValueError if the gradients are not finite or span none."""
+    ValueError too if the gradients are not finite.
+    """
     subspace = Subspace.from_gradients(gradients, rank)
     if not bool(torch.isfinite(subspace.coefficients).all()):
         raise ValueError(
@@ -140,6 +133,13 @@ def principal_subspace(gradients: PerSampleGradients, rank: int, *, of: str) -> 
         raise ValueError(
             f"The gradients of '{of}' are all zero, so they span no subspace. Give a model at its "
             "initial weights, and samples that it can still learn from."
+        )
+    if subspace.rank < rank and not fewer:
+        precision = str(gradients.like.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"Expected rank of at most {subspace.rank}, as many directions as the gradients of "
+            f"the {gradients.samples} samples of '{of}' span in {precision}, got {rank}. Lower "
+            "rank, or give more samples."
         )
     return subspace.explicit()
 

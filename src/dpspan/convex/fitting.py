@@ -1,33 +1,82 @@
 """The private side of a fit: clipped mean gradients, noise, and the ledger that comes first.
 
-    m(θ) = (1/n) Σ_i clip(g_i(θ), C)   n is a constant: neighbours differ in one record and share n
-    z                                  noise multiplier of a step, all its parts together
+    C_t                                  clip of step t, a public constant
+    m(θ) = (1/n) Σ_i clip(g_i(θ), C_t)   n is one too: neighbours differ in one record and share n
+    z                                    noise multiplier of a step, all its parts together
 
-Formal guarantee: adding or removing a record moves m by at most C/n. A step whose parts have noise
-multipliers z_b and z_B, 1/z² = 1/z_b² + 1/z_B², is one Gaussian mechanism of noise multiplier z.
-Every step uses every record, so nothing is sampled and nothing amplified.
+Formal guarantee: adding or removing a record moves m by at most C_t/n. A step whose parts have
+noise multipliers z_b and z_B, 1/z² = 1/z_b² + 1/z_B², is one Gaussian mechanism of noise multiplier
+z. Every step uses every record, so nothing is sampled and nothing amplified.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
+from typing import Any, TypeAlias
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.convex.arrays import Array
 from dpspan.convex.losses import Loss
-from dpspan.convex.oracles import PublicSide, SubspaceOracle, Tracker
-from dpspan.convex.rows import Rows
-from dpspan.convex.schedules import ClipSchedule
-from dpspan.convex.subspace import Span, Subspace, Whole
-from dpspan.support.checks import expect
+from dpspan.convex.public_rows import PublicSide
+from dpspan.convex.rows import Array, Rows
+from dpspan.support.checks import check_number, check_positive, expect, shown
 
-Watch = Callable[[Iterable[int]], Iterable[int]]
-"""Goes over the steps as they come, to show progress."""
 _SMALLEST, _LARGEST = 1e-100, 1e100  # clips: their squares, which noise is made of, stay exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantClip:
+    """The same clip at every step."""
+
+    clip: float
+
+    def __post_init__(self) -> None:
+        check_positive("clip", self.clip)
+
+    def at(self, step: int) -> float:
+        """C_t."""
+        return self.clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """C_t = start·t^(−decay), never below `end`: the paper's envelope of falling gradients.
+
+    All three are public constants. With noise in proportion, every step costs the same.
+    """
+
+    start: float
+    decay: float = 0.25
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive("start", self.start)
+        expect(check_number("decay", self.decay) >= 0, "decay >= 0", self.decay)
+        expect(check_number("end", self.end) >= 0, "end >= 0", self.end)
+
+    def at(self, step: int) -> float:
+        """C_t, for t = 1, 2, …"""
+        return max(float(self.start * step**-self.decay), self.end)
+
+
+ClipSchedule: TypeAlias = ConstantClip | Envelope
+
+
+def schedule_of(given: Any) -> ClipSchedule:
+    """The schedule meant by a number or an object; one inferred from records is refused."""
+    if isinstance(given, Real):
+        return ConstantClip(clip=float(check_number("clip", given)))
+    if not isinstance(given, ConstantClip | Envelope):
+        raise ValueError(
+            f"Expected clip to be a number or a schedule of numbers, got {shown(given)}. A clip "
+            "inferred from private records (their median norm, say) would release them without "
+            "noise: choose it in advance, or on public data."
+        )
+    return given
 
 
 class GaussianNoise:
@@ -82,22 +131,7 @@ class Fit:
     ledger: Ledger
     noise: GaussianNoise
     start: Array
-    watch: Watch | None = None
-
-    def subspaces(self, oracle: SubspaceOracle) -> Tracker:
-        """What the oracle says, as long as it says it by a subspace that never lengthens."""
-        tracker = oracle.start(self.public)
-
-        def checked(parameters: Array) -> Subspace:
-            subspace = tracker(parameters)
-            if type(subspace) not in (Span, Whole):
-                raise TypeError(
-                    f"Expected a subspace oracle to give a Span or Whole, got {subspace!r}: the "
-                    "noise is made for coordinates that are no longer than what they stand for."
-                )
-            return subspace
-
-        return checked
+    watch: Callable[[Iterable[int]], Iterable[int]] = iter  # sees the steps as they come
 
     def clips(self, count: int) -> tuple[float, ...]:
         """C_1, …, C_count, all of them checked before the first step."""
@@ -110,7 +144,10 @@ class Fit:
         """Enter one step into the ledger; nothing of it is computed before that."""
         self.ledger.charge(GaussianDpEvent(self.noise_multiplier))
 
-    def steps(self, count: int) -> Iterable[int]:
-        """1, 2, …, count."""
-        steps = range(1, count + 1)
-        return steps if self.watch is None else self.watch(steps)
+
+def configuration(setting: Any) -> Any:
+    """A setting as the certificate shows it: an object by its name and fields, plain numbers."""
+    if is_dataclass(setting):
+        values = {one.name: configuration(getattr(setting, one.name)) for one in fields(setting)}
+        return {"name": type(setting).__name__, **values}
+    return None if setting is None else np.asarray(setting).tolist()

@@ -2,6 +2,7 @@
 
     M = X Wᵀ    margins, (n, c): one column for two classes or a number, c for c classes
     Y           targets, (n, c), as `one_hot` makes them from labels
+    ℓ           the loss of each record, (n,)
     D = ∂ℓ/∂M   derivatives, (n, c): the gradient of record i in W is D_i ⊗ x_i, of norm ‖D_i‖·‖x_i‖
 
 So nothing else of a loss is needed, and no gradient of a single record is ever built.
@@ -10,24 +11,14 @@ So nothing else of a loss is needed, and no gradient of a single record is ever 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from dpspan.convex.arrays import Array
+from dpspan.convex.rows import Array
 from dpspan.support.checks import check_number, expect
-
-
-class Loss(Protocol):
-    """A convex loss of the margins; both methods go record by record."""
-
-    def value(self, margins: Array, targets: Array) -> Array:
-        """ℓ of each record, (n,)."""
-
-    def derivative(self, margins: Array, targets: Array) -> Array:
-        """D, (n, c)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +27,9 @@ class Logistic:
 
     def value(self, margins: Array, targets: Array) -> Array:
         if margins.shape[1] == 1:
-            loss: Array = np.logaddexp(0.0, margins[:, 0]) - targets[:, 0] * margins[:, 0]
-            return loss
-        total: Array = special.logsumexp(margins, axis=1) - (targets * margins).sum(1)
-        return total
+            margins = np.hstack([np.zeros_like(margins), margins])
+            targets = np.hstack([1 - targets, targets])
+        return np.asarray(special.logsumexp(margins, axis=1) - (targets * margins).sum(1))
 
     def derivative(self, margins: Array, targets: Array) -> Array:
         one = margins.shape[1] == 1
@@ -61,12 +51,8 @@ class SmoothedHinge:
 
     def value(self, margins: Array, targets: Array) -> Array:
         short = np.maximum(1 - targets * margins, 0.0)  # how far the margin falls short of 1
-        if self.width > 0:
-            short = np.where(
-                short < self.width, short**2 / (2 * self.width), short - self.width / 2
-            )
-        total: Array = short.sum(1)
-        return total
+        rounded = special.huber(self.width, short) / self.width if self.width > 0 else short
+        return np.asarray(rounded.sum(1))
 
     def derivative(self, margins: Array, targets: Array) -> Array:
         short = 1 - targets * margins
@@ -79,8 +65,7 @@ class Squared:
     """(m − y)²/2."""
 
     def value(self, margins: Array, targets: Array) -> Array:
-        total: Array = ((margins - targets) ** 2).sum(1) / 2
-        return total
+        return np.asarray(((margins - targets) ** 2).sum(1) / 2)
 
     def derivative(self, margins: Array, targets: Array) -> Array:
         return margins - targets
@@ -96,11 +81,13 @@ class Huber:
         expect(check_number("threshold", self.threshold) > 0, "threshold > 0", self.threshold)
 
     def value(self, margins: Array, targets: Array) -> Array:
-        total: Array = special.huber(self.threshold, margins - targets).sum(1)
-        return total
+        return np.asarray(special.huber(self.threshold, margins - targets).sum(1))
 
     def derivative(self, margins: Array, targets: Array) -> Array:
         return np.clip(margins - targets, -self.threshold, self.threshold)
+
+
+Loss: TypeAlias = Logistic | SmoothedHinge | Squared | Huber
 
 
 def one_hot(codes: NDArray[np.intp], classes: int, *, low: float) -> Array:

@@ -1,37 +1,97 @@
-"""DP gradient descent and noisy AdaGrad, and the methods by name; docs/tables.md compares them."""
+"""Noisy descent: DP gradient descent and noisy AdaGrad; docs/tables.md compares them.
+
+(Kairouz et al. 2021, Algorithms 3 and 1.)
+
+    V_t        subspace from public knowledge, or the whole space
+    ∇̃_t        V_t(V_tᵀm(θ_t) + b_t),  b_t ~ N(0, (z_b·C_t/n)² I_k)
+    H_t        preconditioner in the subspace (see preconditioners.py), noise multiplier z_B; or I
+    y_{t+1}    θ_t − η H_t⁺ ∇̃_t
+    θ_{t+1}    the point of the ball ‖θ‖ ≤ R nearest to y_{t+1} in the norm of H_t
+    release:   the average of the θ_t
+
+Formal guarantee: gradient and preconditioner of a step are one release of the same records, a
+Gaussian mechanism with 1/z² = 1/z_b² + 1/z_B²; the rest is post-processing. V Vᵀ∇̃ has the law of
+V(Vᵀm + N(0, I_k)), so only k numbers are drawn and only they leave the private side. Everything
+happens in k × k and in the factored history of the gradients (t × p); nothing is p × p.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from dpspan.convex.arrays import Array
-from dpspan.convex.descent import Descent, descend
 from dpspan.convex.fitting import Fit
-from dpspan.convex.oracles import Everything, PublicFeatures, SubspaceOracle
-from dpspan.convex.preconditioners import (
-    FromNoisyGradients,
-    Preconditioner,
-    Released,
-    ReleasedSecondMoment,
+from dpspan.convex.metric import project_onto_ball
+from dpspan.convex.preconditioners import FromNoisyGradients, Preconditioner, Released, Step, Update
+from dpspan.convex.rows import Array
+from dpspan.convex.subspaces import (
+    PublicFeatures,
+    Span,
+    Subspace,
+    SubspaceOracle,
+    Whole,
+    WholeSpace,
 )
-from dpspan.support.checks import check_count, check_number, expect, shown
-
-
-def _check(method: Descent) -> None:
-    check_count("steps", method.steps)
-    rate, radius = method.learning_rate, method.radius
-    expect(check_number("learning_rate", rate) > 0, "learning_rate > 0", rate)
-    positive = radius is None or 0 < check_number("radius", radius) < float("inf")
-    expect(positive, "radius to be None, or > 0 and finite", radius)
-    expect(0 <= check_number("average", method.average) <= 1, "0 <= average <= 1", method.average)
+from dpspan.support.checks import check_count, check_number, expect
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientDescent:
+class _Descent:
+    """What both methods are configured by; `average` is the share of the last iterates released."""
+
+    steps: int = 30
+    learning_rate: float
+    radius: float | None = None
+    subspace: SubspaceOracle = field(default_factory=WholeSpace)
+    average: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        rate, radius, share = self.learning_rate, self.radius, self.average
+        expect(check_number("learning_rate", rate) > 0, "learning_rate > 0", rate)
+        bounded = radius is None or 0 < check_number("radius", radius) < math.inf
+        expect(bounded, "radius to be None, or > 0 and finite", radius)
+        expect(0 <= check_number("average", share) <= 1, "0 <= average <= 1", share)
+
+    def minimise(self, fit: Fit) -> Array:
+        """The parameters released by a fit, (P,); what is wrong is refused before it is charged."""
+        theta, clips, n = fit.start, fit.clips(self.steps), fit.records.divisor
+        subspace_at = self.subspace.start(fit.public)
+        subspace = _checked(subspace_at(theta))
+        share, update = self._preconditioned(fit, subspace)
+        z_b = fit.noise_multiplier / math.sqrt(1 - share)
+        skipped = self.steps - max(math.ceil(self.average * self.steps), 1)
+        average = np.zeros_like(theta)
+        for t in fit.watch(range(1, self.steps + 1)):
+            clip = clips[t - 1]
+            if t > 1:
+                subspace = _checked(subspace_at(theta))
+            fit.charge()
+            m = fit.records.unprivate_mean(theta, clip)
+            std = z_b * clip / n
+            noisy = subspace.embed(m) + fit.noise.normal(subspace.size, std)
+            step = Step(
+                subspace=subspace, clip=clip, theta=theta, unprivate_mean=m, released=noisy, std=std
+            )
+            metric = None if update is None else update(step)
+            direction = noisy if metric is None else metric.solve(noisy)
+            y = theta - self.learning_rate * subspace.lift(direction)
+            theta = project_onto_ball(y, self.radius, subspace, metric)
+            if t > skipped:
+                average = average + (theta - average) / (t - skipped)
+        return average
+
+    def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
+        """The share of 1/z² that a preconditioner takes, and its updates, if there is one."""
+        return 0.0, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDescent(_Descent):
     """DP-GD; constrained with a `radius`, projected (the convex PDP-SGD) with a `subspace`.
 
     Examples:
@@ -39,26 +99,11 @@ class GradientDescent:
         >>> model = PrivateLogisticRegression(epsilon=1.0, method=GradientDescent(radius=5.0))
     """
 
-    steps: int = 30
     learning_rate: float = 3.0
-    radius: float | None = None
-    subspace: SubspaceOracle = field(default_factory=Everything)
-    average: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def minimise(self, fit: Fit) -> Array:
-        """The parameters released by a fit, (P,)."""
-        return descend(self, fit)
-
-    def describe(self) -> dict[str, Any]:
-        """Name and configuration, for the certificate."""
-        return _described(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisyAdaGrad:
+class NoisyAdaGrad(_Descent):
     """Noisy AdaGrad; `preconditioner` says where H_t comes from.
 
     Examples:
@@ -67,28 +112,18 @@ class NoisyAdaGrad:
         >>> model = PrivateLogisticRegression(epsilon=1.0, method=method)
     """
 
-    steps: int = 30
     learning_rate: float = 1.0
-    radius: float | None = None
-    subspace: SubspaceOracle = field(default_factory=Everything)
     preconditioner: Preconditioner = field(default_factory=FromNoisyGradients)
-    average: float = 0.5
 
     def __post_init__(self) -> None:
-        _check(self)
+        super().__post_init__()
         # It sees gradients without noise, so it has to be one whose noise is accounted for.
-        known = isinstance(
-            self.preconditioner, Released | ReleasedSecondMoment | FromNoisyGradients
-        )
+        known = isinstance(self.preconditioner, Released | FromNoisyGradients)
         expect(known, "preconditioner to be one of dpspan.convex", self.preconditioner)
 
-    def minimise(self, fit: Fit) -> Array:
-        """The parameters released by a fit, (P,)."""
-        return descend(self, fit, self.preconditioner)
-
-    def describe(self) -> dict[str, Any]:
-        """Name and configuration, for the certificate."""
-        return _described(self)
+    def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
+        turns = self.subspace.turns_within(self.steps)
+        return self.preconditioner.share, self.preconditioner.begin(fit, subspace, turns=turns)
 
 
 Method: TypeAlias = GradientDescent | NoisyAdaGrad
@@ -110,21 +145,15 @@ def method_of(given: str | Method) -> Method:
     """The method meant by a name or an object; others would see records and answer for nothing."""
     if isinstance(given, GradientDescent | NoisyAdaGrad):
         return given
-    if not isinstance(given, str) or given not in METHODS:
-        names = ", ".join(repr(name) for name in METHODS)
-        raise ValueError(
-            f"Expected method to be one of {names}, a GradientDescent(...) or a "
-            f"NoisyAdaGrad(...), got {shown(given)}."
-        )
+    known, names = isinstance(given, str) and given in METHODS, ", ".join(map(repr, METHODS))
+    expect(known, f"method to be one of {names}, GradientDescent(...) or NoisyAdaGrad(...)", given)
     return METHODS[given]
 
 
-def _described(method: Method) -> dict[str, Any]:
-    values = {one.name: getattr(method, one.name) for one in fields(method)}
-    return {"name": type(method).__name__, **{name: _plain(v) for name, v in values.items()}}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):  # a learning rate from np.logspace, say
-        return value.item()
-    return value.describe() if hasattr(value, "describe") else value
+def _checked(subspace: Subspace) -> Subspace:
+    if type(subspace) not in (Span, Whole):
+        raise TypeError(
+            f"Expected a subspace oracle to give a Span or Whole, got {subspace!r}: the noise is "
+            "made for coordinates that are no longer than what they stand for."
+        )
+    return subspace

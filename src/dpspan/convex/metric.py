@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from dpspan.convex.arrays import Array
-from dpspan.convex.subspace import Subspace
+from dpspan.convex.rows import Array
+from dpspan.convex.subspaces import Subspace
 
 
 @dataclass(frozen=True)

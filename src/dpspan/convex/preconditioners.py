@@ -23,16 +23,16 @@ By way of Q and not of M Mᵀ, whose square root would keep only half of the dig
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from dpspan.convex.arrays import Array
 from dpspan.convex.fitting import Fit
 from dpspan.convex.metric import Metric
-from dpspan.convex.rows import Rows
-from dpspan.convex.subspace import Subspace, rotation
+from dpspan.convex.rows import Array, Rows
+from dpspan.convex.subspaces import Subspace, rotation
 from dpspan.support.checks import check_number, expect
 
 LARGEST_MATRIX = 4000  # dimensions in which a full matrix is still built and decomposed
@@ -46,31 +46,16 @@ class Step:
 
     subspace: Subspace
     clip: float  # C_t
-    parameters: Array  # θ_t
+    theta: Array  # θ_t
     unprivate_mean: Array  # m_t, (P,)
     released: Array  # u_t, (k,)
-    released_std: float  # of its noise
+    std: float  # of its noise
 
 
-class PreconditionerState(Protocol):
-    """The preconditioner of one fit."""
-
-    def update(self, step: Step) -> Metric:
-        """H_t, in the coordinates of the step's subspace; nothing un-noised leaves it."""
-
-
-class Preconditioner(Protocol):
-    """How H_t is made, and what part of a step's noise it takes; frozen and public."""
-
-    @property
-    def share(self) -> float:
-        """The part of 1/z² that pays for H_t; the gradient has the rest."""
-
-    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
-        """The state at the start of a fit, in a subspace that may turn; refuses what cannot be."""
-
-    def describe(self) -> dict[str, Any]:
-        """The configuration, for the certificate."""
+Update = Callable[[Step], Metric]
+"""H_t of one step after the other, in its subspace's coordinates; nothing un-noised leaves it."""
+Root = Callable[[Step], Array]
+"""What is released of a step but for its noise, (k, k)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,41 +64,61 @@ class Released:
 
     The edge, 2σ_B√k, is the largest eigenvalue of the noise alone: what lies below it is noise, and
     may be negative. A floor of 0 leaves those directions out of the step (the pseudo-inverse).
+    `share` is the part of 1/z² that pays for H_t; the gradient has the rest.
     """
 
     share: float = 0.5
     floor: float = 1.0
 
     def __post_init__(self) -> None:
-        _check(self.share, self.floor)
+        expect(0 < check_number("share", self.share) < 1, "0 < share < 1", self.share)
+        expect(check_number("floor", self.floor) >= 0, "floor >= 0", self.floor)
 
-    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
+    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> Update:
+        """The updates of a fit in a subspace that may turn; what cannot work is refused."""
         _check_size(subspace)
-        return _ReleasedState(self, fit)
+        z = fit.noise_multiplier / math.sqrt(self.share)
+        root_at, sensitivity = self._root(fit)
+        squares = 0.0  # ΣC_s²
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": "Released", **asdict(self)}
+        def update(step: Step) -> Metric:
+            nonlocal squares
+            squares += step.clip**2
+            scale = z * sensitivity * math.sqrt(squares) / math.sqrt(2)  # σ_B = z_B·Δ_t/√2
+            root = root_at(step)
+            values, vectors = np.linalg.eigh(root + fit.noise.goe(len(root), scale))
+            edge = 2 * scale * math.sqrt(len(root))
+            return Metric(np.maximum(values, self.floor * edge), vectors)
+
+        return update
+
+    def _root(self, fit: Fit) -> tuple[Root, float]:
+        """VᵀG_tV, and Δ_t in units of √(ΣC_s²)."""
+        history = GradientHistory(len(fit.start))
+
+        def root(step: Step) -> Array:
+            history.add(step.unprivate_mean)
+            return history.root_in(step.subspace)
+
+        return root, math.sqrt(2) / fit.records.divisor
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReleasedSecondMoment:
+class ReleasedSecondMoment(Released):
     """(Σ_s Σ_i g_i g_iᵀ/n)^{1/2} of the records' own clipped gradients, plus σ_B·GOE.
 
     It does not vanish at the optimum, where the mean gradient does: more signal for its noise.
     """
 
-    share: float = 0.5
-    floor: float = 1.0
+    def _root(self, fit: Fit) -> tuple[Root, float]:
+        sums, records, scale = _CoordinateSum(), fit.records, math.sqrt(fit.records.divisor)
 
-    def __post_init__(self) -> None:
-        _check(self.share, self.floor)
+        def root(step: Step) -> Array:
+            weights = records.weights(step.theta, step.clip)
+            moment = _second_moment(records.rows, weights, step.subspace)
+            values, vectors = np.linalg.eigh(sums.add(moment, step.subspace))
+            return np.asarray((vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T / scale)
 
-    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
-        _check_size(subspace)
-        return _SecondMomentState(self, fit)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "ReleasedSecondMoment", **asdict(self)}
+        return root, 1 / scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,32 +134,41 @@ class FromNoisyGradients:
     diagonal: bool | None = None
     debias: bool = True
     floor: float = 3.0
+    share: ClassVar[float] = 0.0  # of a step's noise
 
     def __post_init__(self) -> None:
         expect(check_number("floor", self.floor) >= 0, "floor >= 0", self.floor)
 
-    @property
-    def share(self) -> float:
-        """Nothing."""
-        return 0.0
-
-    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> PreconditionerState:
+    def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> Update:
+        """The updates of a fit in a subspace that may turn; what cannot work is refused."""
         if self.diagonal and turns:
             raise ValueError(
                 "A diagonal preconditioner needs coordinates that stay, but the subspace changes "
-                "between steps: take diagonal=False, or PublicFeatures or a GivenBasis."
+                "between steps: take diagonal=False, or PublicFeatures."
             )
         large = subspace.size > COMFORTABLE_MATRIX and not turns
-        if self.diagonal or (self.diagonal is None and large):
-            return _DiagonalState(self)
-        _check_size(subspace)
-        return _NoisyState(self)
+        diagonal = self.diagonal or (self.diagonal is None and large)
+        if not diagonal:
+            _check_size(subspace)
+        sums = _CoordinateSum()
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": "FromNoisyGradients", **asdict(self)}
+        def update(step: Step) -> Metric:
+            u, noise = step.released, np.full(len(step.released), step.std**2)
+            both = [u**2, noise] if diagonal else [np.outer(u, u), np.diag(noise)]
+            total, bias = sums.add(np.stack(both), step.subspace)
+            floor = self.floor * float((bias if diagonal else np.diag(bias)).mean())
+            values, vectors = total - bias if self.debias else total, None
+            if not diagonal:
+                values, vectors = np.linalg.eigh(values)
+            return Metric(np.sqrt(np.maximum(values, floor)), vectors)
+
+        return update
 
 
-class History:
+Preconditioner: TypeAlias = Released | FromNoisyGradients
+
+
+class GradientHistory:
     """Mean gradients, added one by one; private, unless the gradients are not."""
 
     def __init__(self, size: int) -> None:
@@ -190,81 +204,6 @@ class History:
         return np.asarray((a.T * singular) @ a)
 
 
-def _check(share: float, floor: float) -> None:
-    expect(0 < check_number("share", share) < 1, "0 < share < 1", share)
-    expect(check_number("floor", floor) >= 0, "floor >= 0", floor)
-
-
-class _ReleasedState:
-    def __init__(self, configuration: Released, fit: Fit) -> None:
-        self._fit, self._floor = fit, configuration.floor
-        self._z = fit.noise_multiplier / math.sqrt(configuration.share)
-        self._history = History(len(fit.start))
-        self._squares = 0.0
-
-    def update(self, step: Step) -> Metric:
-        self._history.add(step.unprivate_mean)
-        self._squares += step.clip**2
-        delta = math.sqrt(2 * self._squares) / self._fit.records.divisor
-        return _noisy_metric(
-            self._history.root_in(step.subspace), self._z * delta, self._fit, self._floor
-        )
-
-
-class _SecondMomentState:
-    """The sum is kept in the coordinates of the present subspace: Σ_s Σ_i (Vᵀg_i)(Vᵀg_i)ᵀ."""
-
-    def __init__(self, configuration: ReleasedSecondMoment, fit: Fit) -> None:
-        self._fit, self._floor = fit, configuration.floor
-        self._z = fit.noise_multiplier / math.sqrt(configuration.share)
-        self._sum = _CoordinateSum()
-        self._squares = 0.0
-
-    def update(self, step: Step) -> Metric:
-        records = self._fit.records
-        weights = records.weights(step.parameters, step.clip)
-        moment = _second_moment(records.rows, weights, step.subspace)
-        total = self._sum.add(moment, step.subspace)
-        self._squares += step.clip**2
-        delta, scale = math.sqrt(self._squares), math.sqrt(records.divisor)
-        values, vectors = np.linalg.eigh(total)
-        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
-        return _noisy_metric(root / scale, self._z * delta / scale, self._fit, self._floor)
-
-
-class _NoisyState:
-    """Sum of u uᵀ and of the noise's own part, in the coordinates of the present subspace."""
-
-    def __init__(self, configuration: FromNoisyGradients) -> None:
-        self._configuration = configuration
-        self._sums = _CoordinateSum()
-
-    def update(self, step: Step) -> Metric:
-        own = step.released_std**2 * np.eye(step.subspace.size)
-        both = np.stack([np.outer(step.released, step.released), own])
-        total, bias = self._sums.add(both, step.subspace)
-        if self._configuration.debias:
-            total = total - bias
-        values, vectors = np.linalg.eigh(total)
-        floor = self._configuration.floor * float(np.trace(bias)) / len(bias)
-        return Metric(np.sqrt(np.maximum(values, floor)), vectors)
-
-
-class _DiagonalState:
-    """One sum of squares a coordinate, of coordinates that mean the same at every step."""
-
-    def __init__(self, configuration: FromNoisyGradients) -> None:
-        self._configuration = configuration
-        self._sum: Array | float = 0.0
-        self._bias = 0.0
-
-    def update(self, step: Step) -> Metric:
-        self._sum = self._sum + step.released**2
-        self._bias += step.released_std**2
-        total = self._sum - (self._bias if self._configuration.debias else 0.0)
-        return Metric(np.sqrt(np.maximum(total, self._configuration.floor * self._bias)))
-
-
 class _CoordinateSum:
     """A sum of k × k matrices, or of stacks of them, that goes along when the subspace turns."""
 
@@ -280,13 +219,6 @@ class _CoordinateSum:
                 self._total = turn @ self._total @ turn.T
         self._subspace, self._total = subspace, self._total + matrix
         return self._total
-
-
-def _noisy_metric(root: Array, std: float, fit: Fit, floor: float) -> Metric:
-    """root + GOE noise of standard deviation `std` in every direction, eigenvalues raised."""
-    scale = std / math.sqrt(2)  # σ_B
-    values, vectors = np.linalg.eigh(root + fit.noise.goe(len(root), scale))
-    return Metric(np.maximum(values, floor * 2 * scale * math.sqrt(len(root))), vectors)
 
 
 def _second_moment(rows: Rows, weights: Array, subspace: Subspace) -> Array:
@@ -307,6 +239,6 @@ def _check_size(subspace: Subspace) -> None:
         raise ValueError(
             f"A full preconditioner in {subspace.size} dimensions would be a matrix of "
             f"{subspace.size}² numbers, and decomposed at every step: give a subspace "
-            f"(PublicFeatures, PublicGradients or GivenBasis) of at most {LARGEST_MATRIX} "
-            "dimensions, or preconditioner=FromNoisyGradients(diagonal=True)."
+            f"(PublicFeatures or PublicGradients) of at most {LARGEST_MATRIX} dimensions, or "
+            "preconditioner=FromNoisyGradients(diagonal=True)."
         )

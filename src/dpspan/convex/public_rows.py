@@ -1,4 +1,4 @@
-"""Public rows of a table: known by their digest, and kept apart from the private records."""
+"""Public rows of a table: known by their digest, kept apart from the private ones, a first fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
+from scipy import optimize, sparse
 
-from dpspan.convex.arrays import Features, no_echo
+from dpspan.convex.losses import Loss
+from dpspan.convex.rows import Array, Features, Rows, no_echo
+from dpspan.support.checks import expect
+
+_PENALTIES, _FOLDS = (1e-3, 1e-2, 1e-1, 1.0), 5  # of a start
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,13 +37,9 @@ class PublicRows:
         """From (X, y), X alone, or such an object itself."""
         if isinstance(given, PublicRows):
             return given
-        if isinstance(given, tuple):
-            if len(given) != 2:
-                raise ValueError(
-                    f"Expected public to be X_pub or (X_pub, y_pub), got a tuple of {len(given)}."
-                )
-            return cls(x=given[0], y=given[1])
-        return cls(x=given)
+        x, y = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        expect(not isinstance(x, tuple), "public to be X_pub or (X_pub, y_pub)", given)
+        return cls(x=x, y=y)
 
 
 def digest(x: Features, y: Any) -> str:
@@ -73,31 +73,25 @@ def refuse_overlap(public: Features, private: Features, name: str) -> None:
 
 
 def without_public(x: Any, public: Any) -> NDArray[np.intp]:
-    """The indices of the private rows that are no copies of public ones.
+    """The indices of the private rows that are not copies of public ones.
 
     They are taken out of the private side, where a record's fate depends on that record and on
     public rows alone.
     """
-    known = set(_fingerprints(_features(PublicRows.of(public).x)))
-    kept = [
-        i for i, fingerprint in enumerate(_fingerprints(_features(x))) if fingerprint not in known
-    ]
-    return np.asarray(kept, dtype=np.intp)
+    known = set(_fingerprints(PublicRows.of(public).x))
+    return np.flatnonzero([fingerprint not in known for fingerprint in _fingerprints(x)])
 
 
-def _features(x: Any) -> Features:
+def _canonical(x: Any) -> Any:
     with no_echo():
-        return x if sparse.issparse(x) else np.atleast_2d(np.asarray(x, dtype=float))
-
-
-def _canonical(x: Features) -> Any:
-    rows = sparse.csr_array(x, dtype=np.float64, copy=True)
+        rows = x if sparse.issparse(x) else np.atleast_2d(np.asarray(x, dtype=float))
+        rows = sparse.csr_array(rows, dtype=np.float64, copy=True)
     rows.sum_duplicates()
     rows.eliminate_zeros()
     return rows
 
 
-def _fingerprints(x: Features) -> Iterator[bytes]:
+def _fingerprints(x: Any) -> Iterator[bytes]:
     rows = _canonical(x)
     with np.errstate(over="ignore"):
         values, columns = rows.data.astype("<f4"), rows.indices.astype("<i8")
@@ -105,3 +99,65 @@ def _fingerprints(x: Features) -> Iterator[bytes]:
         row = hashlib.blake2b(columns[first:last].tobytes(), digest_size=16)
         row.update(values[first:last].tobytes())
         yield row.digest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicSide:
+    """What is public about a problem: its shape, its loss and maybe some rows with targets."""
+
+    outputs: int  # c
+    width: int  # weights of an output, the constant column among them
+    loss: Loss
+    rows: Rows | None = None
+    targets: Array | None = None
+
+    @property
+    def size(self) -> int:
+        """How many parameters there are."""
+        return self.outputs * self.width
+
+    def require_rows(self, who: str) -> Rows:
+        """The public rows, or a ValueError naming who needs them."""
+        if self.rows is None:
+            raise ValueError(
+                f"{who} needs public rows: pass public=X_pub to fit, or choose a method without "
+                "a public subspace, method='gd' for example."
+            )
+        return self.rows
+
+
+def public_start(public: PublicSide) -> Array:
+    """Weights of the smallest loss on the public rows, under the ridge penalty they choose.
+
+    Of a fixed list, the penalty whose fits to four fifths of the rows do best on the rest.
+    """
+    rows, targets, loss = public.require_rows("start='public'"), public.targets, public.loss
+    if targets is None:
+        raise ValueError("start='public' needs labels: pass public=(X_pub, y_pub) to fit.")
+    fold = np.arange(len(rows)) % min(_FOLDS, max(len(rows), 2))
+
+    def some(chosen: NDArray[np.bool_]) -> tuple[Rows, Array]:
+        return Rows(rows.x[chosen], intercept=rows.intercept), targets[chosen]
+
+    def fitted(chosen: NDArray[np.bool_], penalty: float) -> Array:
+        x, y = some(chosen)
+
+        def objective(theta: Array) -> tuple[float, Array]:
+            margins = x.margins(theta.reshape(public.outputs, -1))
+            gradient = x.combine(loss.derivative(margins, y)).ravel() / len(x)
+            value = float(loss.value(margins, y).mean()) + penalty / 2 * float(theta @ theta)
+            return value, gradient + penalty * theta
+
+        found = optimize.minimize(objective, np.zeros(public.size), jac=True, method="L-BFGS-B")
+        return np.asarray(found.x)
+
+    def held_out_loss(penalty: float) -> float:
+        total = 0.0
+        for held in (fold == k for k in np.unique(fold)):
+            if not held.all():
+                x, y = some(held)
+                margins = x.margins(fitted(~held, penalty).reshape(public.outputs, -1))
+                total += float(loss.value(margins, y).sum())
+        return total
+
+    return fitted(fold >= 0, min(_PENALTIES, key=held_out_loss))

@@ -12,10 +12,16 @@ it would have too few digits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
 import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
 
-from dpspan.convex.arrays import Array, Features, is_sparse
-
+Array: TypeAlias = NDArray[np.float64]
+Features: TypeAlias = Any  # an Array, or a CSR matrix of float64 (scipy is untyped)
 _UNIT = 2.0**-53
 _TINY = 2.0**-1022
 
@@ -48,7 +54,8 @@ class Rows:
 
     def combine(self, weights: Array) -> Array:
         """weightsᵀ X̄, (c, width)."""
-        sums = np.asarray((self.x.T @ weights).T if is_sparse(self.x) else weights.T @ self.x)
+        is_sparse = sparse.issparse(self.x)
+        sums = np.asarray((self.x.T @ weights).T if is_sparse else weights.T @ self.x)
         return np.hstack([sums, weights.sum(0)[:, None]]) if self.intercept else sums
 
     def clipped_weights(self, derivatives: Array, clip: float) -> Array:
@@ -66,15 +73,15 @@ def norm_bounds(x: Features, *, intercept: bool = False) -> Array:
     with np.errstate(all="ignore"):
         squares = (
             x.multiply(x).sum(1)
-            if is_sparse(x)
+            if sparse.issparse(x)
             else np.einsum("ij,ij->i", x, x)  # no copy of the table
         )
         return _rounded_up(np.asarray(squares).ravel() + intercept, x.shape[1] + intercept)
 
 
-def _emptied(x: Features, where: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Features:
+def _emptied(x: Features, where: NDArray[np.bool_]) -> Features:
     """The rows with zeros in place of some."""
-    if not is_sparse(x):
+    if not sparse.issparse(x):
         return np.where(where[:, None], 0.0, x)
     x = x.copy()
     x.data[np.repeat(where, np.diff(x.indptr))] = 0.0
@@ -83,5 +90,18 @@ def _emptied(x: Features, where: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> 
 
 def _rounded_up(squares: Array, terms: int) -> Array:
     """Roots of computed sums of `terms` squares, made bounds: see dpspan.gradients.numerics."""
-    bounds: Array = np.sqrt(squares + terms * _TINY) * (1 + (terms + 8) * _UNIT)
-    return bounds
+    return np.asarray(np.sqrt(squares + terms * _TINY) * (1 + (terms + 8) * _UNIT))
+
+
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """Replaces numpy's message about text among numbers, which would quote the text."""
+    try:
+        yield
+    except ValueError as error:
+        if "convert" not in str(error):
+            raise
+        raise ValueError(
+            "Expected numbers only, got text among them: encode categories by a list of them that "
+            "is known in advance, and fill gaps with constants."
+        ) from None

@@ -6,13 +6,13 @@ Whatever is fitted here sees no private record, and is then applied to each reco
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
-from sklearn.utils.sparsefuncs import mean_variance_axis
+from scipy import sparse
+from sklearn.preprocessing import StandardScaler
 
-from dpspan.convex.arrays import Array, Features, is_sparse, scale_rows
-from dpspan.convex.rows import norm_bounds
+from dpspan.convex.rows import Array, Features, norm_bounds
 from dpspan.support.checks import check_number, expect, shown
 
 
@@ -28,28 +28,28 @@ class Preparation:
     def apply(self, x: Features) -> Features:
         """The records prepared, in the form they came in."""
         with np.errstate(all="ignore"):  # warnings would be about private records
-            return self._applied(x)
+            x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
+            if self.row_norm is not None:
+                factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
+                by_row = sparse.diags_array(factors).tocsr() if sparse.issparse(x) else None
+                x = x * factors[:, None] if by_row is None else by_row @ x
+            return x
 
-    def _applied(self, x: Features) -> Features:
-        if is_sparse(x):
-            if np.any(self.shift):
-                raise ValueError(
-                    "Scaling with center=True would fill a sparse matrix: give center=False, or a "
-                    "dense array."
-                )
-            x = _merged(x)
-            x.data = _cut(x.data / np.broadcast_to(self.scale, x.shape[1])[x.indices], self.limit)
-        else:
-            if np.any(self.shift) or np.any(np.not_equal(self.scale, 1.0)):  # else spare a copy
-                x = (x - self.shift) / self.scale
-            x = _cut(x, self.limit)
-        if self.row_norm is not None:
-            x = scale_rows(x, np.minimum(1.0, self.row_norm / norm_bounds(x)))
+    def _scaled(self, x: Array) -> Array:
+        if np.any(self.shift) or np.any(np.not_equal(self.scale, 1.0)):  # else spare a copy
+            x = (x - self.shift) / self.scale
+        return x if self.limit == np.inf else np.clip(x, -self.limit, self.limit)
+
+    def _scaled_csr(self, x: Features) -> Features:
+        if np.any(self.shift):
+            raise ValueError(
+                "Scaling with center=True would fill a sparse matrix: give center=False, or a "
+                "dense array."
+            )
+        x = _merged(x)
+        scaled = x.data / np.broadcast_to(self.scale, x.shape[1])[x.indices]
+        x.data = np.clip(scaled, -self.limit, self.limit)
         return x
-
-
-def _cut(values: Array, limit: float) -> Array:
-    return values if limit == np.inf else np.clip(values, -limit, limit)
 
 
 def _merged(x: Features) -> Features:
@@ -59,26 +59,12 @@ def _merged(x: Features) -> Features:
     return x
 
 
-@runtime_checkable
-class Scaling(Protocol):
-    """Public knowledge about the range of the features."""
-
-    def prepare(self, public: Features | None) -> Preparation:
-        """The preparation, from configuration and public rows alone."""
-
-    def describe(self) -> dict[str, Any]:
-        """The configuration, for the certificate."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class NoScaling:
     """Features as they are."""
 
     def prepare(self, public: Features | None) -> Preparation:
         return Preparation()
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "NoScaling"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +91,6 @@ class FeatureBounds:
         scale = (high - low) / 2 if self.center else np.maximum(np.abs(low), np.abs(high))
         return Preparation(shift=shift, scale=scale, limit=1.0)
 
-    def describe(self) -> dict[str, Any]:
-        bounds = {name: np.asarray(getattr(self, name)).tolist() for name in ("low", "high")}
-        return {"name": "FeatureBounds", **bounds, "center": self.center}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PublicScaling:
@@ -131,29 +113,25 @@ class PublicScaling:
     def prepare(self, public: Features | None) -> Preparation:
         if public is None:
             raise ValueError(
-                "Scaling by public rows needs some: pass public=X_pub to fit, or give "
+                "PublicScaling needs public rows: pass public=X_pub to fit, or give "
                 "scaling=FeatureBounds(low=..., high=...)."
             )
-        if is_sparse(public):
-            mean, variance = mean_variance_axis(_merged(public), axis=0)
-        else:
-            mean, variance = public.mean(0), public.var(0)
-        deviation = np.sqrt(variance)
-        # Below rounding a deviation is zero; to divide by it would blow the column up.
-        scale = np.where(deviation > 1e-12 * np.maximum(np.abs(mean), 1e-150), deviation, 1.0)
-        return Preparation(shift=mean if self.center else 0.0, scale=scale, limit=self.limit)
+        rows = _merged(public) if sparse.issparse(public) else public
+        found = StandardScaler(with_mean=False).fit(rows)  # a mean it computes all the same
+        shift = found.mean_ if self.center else 0.0
+        return Preparation(shift=shift, scale=found.scale_, limit=self.limit)
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": "PublicScaling", "center": self.center, "limit": self.limit}
+
+Scaling: TypeAlias = NoScaling | FeatureBounds | PublicScaling
 
 
 def scaling_of(given: str | Scaling | None) -> Scaling:
     """The scaling meant by None, "public" or an object."""
     if given is None:
         return NoScaling()
-    if given == "public":
+    if isinstance(given, str) and given == "public":
         return PublicScaling()
-    if isinstance(given, type) or not isinstance(given, Scaling):
+    if not isinstance(given, NoScaling | FeatureBounds | PublicScaling):
         raise ValueError(
             f"Expected scaling to be None, 'public' or FeatureBounds(low=..., high=...), got "
             f"{shown(given)}. Scaling by the mean, range or norm of private records would release "

@@ -2,7 +2,7 @@
 
 import lazy_loader
 
+# As in 0.1, where this room was a module.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={"engine": ["PrivacyEngine"], "sampling": ["BatchMemoryManager", "PrivateLoader"]},
+    __name__, submod_attrs={"engine": ["PrivacyEngine"]}
 )

@@ -20,7 +20,6 @@ from torch import Tensor
 from dpspan.support.files import replacing
 
 _STATE = "dpspan.checkpoint.2"  # the key of the JSON state in the header, and its format
-_NOT_JSON = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def save_file(path: str | Path | BinaryIO, content: dict[str, Any]) -> Path | None:
@@ -28,15 +27,15 @@ def save_file(path: str | Path | BinaryIO, content: dict[str, Any]) -> Path | No
 
     Into a file that is open for bytes it goes as it is, where the file stands.
     """
-    tensors = _Tensors()
-    state = {name: tensors.encode(name, value) for name, value in content.items()}
+    tensors: dict[str, Tensor] = {}
+    state = {name: _encode(name, value, tensors) for name, value in content.items()}
     header = {_STATE: json.dumps(state, allow_nan=False)}
     if not isinstance(path, str | Path):
-        path.write(safetensors.torch.save(tensors.stored, metadata=header))
+        path.write(safetensors.torch.save(tensors, metadata=header))
         return None
     path = Path(path)
     with replacing(path, what="a checkpoint") as temporary:
-        safetensors.torch.save_file(tensors.stored, temporary, metadata=header)
+        safetensors.torch.save_file(tensors, temporary, metadata=header)
     return path
 
 
@@ -64,53 +63,46 @@ def load_file(path: str | Path | BinaryIO, keys: set[str]) -> dict[str, Any]:
     return content
 
 
-class _Tensors:
-    """Turns values into JSON, and takes the tensors among them out.
+def _encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value in JSON, and the tensors in it put among the others.
 
     JSON has neither tuples nor keys that are numbers, and optimizers have both: so every container
     is written with its kind.
     """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Tensor):
+        return {"tensor": _store(path, value, tensors)}
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if isinstance(key, bool) or not isinstance(key, str | int)]
+        if wrong:
+            raise ValueError(
+                f"Cannot save {path}: expected text or numbers as keys, got {wrong[0]!r}."
+            )
+        return {"dict": [[k, _encode(f"{path}.{k}", v, tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encode(f"{path}.{i}", item, tensors) for i, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": str(float(value))}
+    if isinstance(value, int | float):
+        return value
+    raise ValueError(
+        f"Cannot save {path}: expected numbers, text, tensors, lists and dicts only, got a "
+        f"{type(value).__name__}."
+    )
 
-    def __init__(self) -> None:
-        self.stored: dict[str, Tensor] = {}
-        self._storages: set[int] = set()
 
-    def encode(self, path: str, value: Any) -> Any:
-        if value is None or isinstance(value, bool | str):
-            return value
-        if isinstance(value, Tensor):
-            return {"tensor": self._store(path, value)}
-        if isinstance(value, Mapping):
-            items = [[self._key(path, k), self.encode(f"{path}.{k}", v)] for k, v in value.items()]
-            return {"dict": items}
-        if isinstance(value, list | tuple):
-            kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [self.encode(f"{path}.{i}", item) for i, item in enumerate(value)]}
-        if isinstance(value, float) and not math.isfinite(value):
-            return {"number": str(float(value))}
-        if isinstance(value, int | float):
-            return value
-        raise ValueError(
-            f"Cannot save {path}: expected numbers, text, tensors, lists and dicts only, got a "
-            f"{type(value).__name__}."
-        )
-
-    def _key(self, path: str, key: Any) -> str | int:
-        if isinstance(key, bool) or not isinstance(key, str | int):
-            raise ValueError(f"Cannot save {path}: expected text or numbers as keys, got {key!r}.")
-        return key
-
-    def _store(self, path: str, value: Tensor) -> str:
-        if value.layout is not torch.strided:
-            raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
-        tensor = value.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in self._storages:  # tied weights, or views of one tensor
-            tensor = tensor.clone()
-        self._storages.add(storage)
-        name = f"{len(self.stored)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
-        self.stored[name] = tensor
-        return name
+def _store(path: str, value: Tensor, tensors: dict[str, Tensor]) -> str:
+    if value.layout is not torch.strided:
+        raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
+    tensor = value.detach().cpu().contiguous()
+    place = tensor.untyped_storage().data_ptr()
+    if any(place == other.untyped_storage().data_ptr() for other in tensors.values()):
+        tensor = tensor.clone()  # tied weights, or views of one tensor
+    name = f"{len(tensors)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
+    tensors[name] = tensor
+    return name
 
 
 def _decode(value: Any, file: Any) -> Any:
@@ -125,5 +117,5 @@ _DECODERS: Mapping[str, Any] = {
     "dict": lambda items, file: {key: _decode(value, file) for key, value in items},
     "list": lambda items, file: [_decode(item, file) for item in items],
     "tuple": lambda items, file: tuple(_decode(item, file) for item in items),
-    "number": lambda text, _: _NOT_JSON[text],
+    "number": lambda text, _: float(text),  # infinity or NaN, which JSON lacks
 }

@@ -15,17 +15,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
-from dpspan.accounting.epsilon import Budget, calibrate_event
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, check_parts, keep_apart, public_uses, warmed_up
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_run, plan_sampling
+from dpspan.engine.plan import Plan, plan_noise, plan_run, plan_sampling
 from dpspan.engine.private_step import PrivateStep
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
 from dpspan.mechanisms.noise import Noise
-from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -138,23 +137,6 @@ class PrivacyEngine:
                 Their mean gradient is clipped, so a record still counts once.
             warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
             non_private: allow noise_multiplier = 0.
-
-        Examples:
-            >>> import torch
-            >>> from torch import nn
-            >>> from torch.utils.data import DataLoader, TensorDataset
-            >>> import dpspan
-            >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-            >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine(accountant="rdp")
-            >>> model, optimizer, loader = engine.make_private(
-            ...     module=model,
-            ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            ...     data_loader=DataLoader(records, batch_size=50),
-            ...     noise_multiplier=2.0,
-            ...     method=dpspan.DPSGD(clip=1.0),
-            ... )
-            >>> type(model).__name__, len(loader)
-            ('Linear', 20)
         """
         if self._run is not None:
             raise RuntimeError(
@@ -235,33 +217,12 @@ class PrivacyEngine:
         The noise multiplier is the smallest that keeps the whole run, together with what the
         ledger already holds, within the target. A step beyond it raises `BudgetExceeded` before
         anything is released. The other arguments are those of `make_private`.
-
-        Examples:
-            >>> import torch
-            >>> from torch import nn
-            >>> from torch.utils.data import DataLoader, TensorDataset
-            >>> import dpspan
-            >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-            >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine(accountant="rdp")
-            >>> model, optimizer, loader = engine.make_private_with_epsilon(
-            ...     module=model,
-            ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            ...     data_loader=DataLoader(records, batch_size=50),
-            ...     target_epsilon=1.0,
-            ...     target_delta=1e-5,
-            ...     epochs=10,
-            ... )
-            >>> engine.get_epsilon()  # nothing is spent before the first step
-            0.0
-            >>> engine.ledger.budget
-            Budget(epsilon=1.0, delta=1e-05)
         """
         budget = Budget(epsilon=target_epsilon, delta=target_delta)
         sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
-        events = check_count("epochs", epochs) * sampling.events_per_epoch
         told = sampling.records if sample_rate is None else None  # else their number is a secret
         warn_of_weaknesses(target_epsilon, target_delta, told)
-        z = calibrate_event(sampling.event, events, budget, spent=self.ledger)
+        z, events = plan_noise(sampling, epochs, budget, self.ledger)
         if self.ledger.budget not in (None, budget):
             raise ValueError(
                 f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "
@@ -315,7 +276,7 @@ class PrivacyEngine:
             method      DPSGD(clip=1.0, clipping=FlatClipping())
             sampling    PoissonDraw(sample_rate=0.05, steps_per_epoch=20), divided by L = 50
             event       PoissonSampledDpEvent(...); 20 to an epoch, 10 epochs
-            noise       z = 1.7...
+            noise       z = 1.67...
             expected ε  2 at δ = 1e-05 for 10 epochs
             public      nothing
         """

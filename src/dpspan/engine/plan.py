@@ -10,8 +10,9 @@ from dp_accounting import DpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import Budget, account
-from dpspan.accounting.ledger import RECORDS_TOLD
+from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of, sample_rate_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, expect
@@ -115,7 +116,7 @@ class Plan:
             return "none: without noise nothing is private"
         if self.budget is None:
             return "see plan.epsilon(epochs, delta)"
-        return f"{self.epsilon():.4g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
+        return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
 
 
 def plan_sampling(
@@ -128,6 +129,15 @@ def plan_sampling(
     if poisson_sampling:
         return poisson
     return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
+
+
+def plan_noise(sampling: Draw, epochs: int, budget: Budget, ledger: Ledger) -> tuple[float, int]:
+    """The z with which so many epochs use up what the ledger leaves of the budget; their events."""
+    events = check_count("epochs", epochs) * sampling.events_per_epoch
+    z = calibrate_event(
+        sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
+    )
+    return z, events
 
 
 def plan_run(

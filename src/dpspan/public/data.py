@@ -58,12 +58,7 @@ class Samples:
 
     @classmethod
     def of(cls, source: object, *, name: str) -> Self:
-        """Read a map-style dataset, a DataLoader, a tensor, (x,), (x, y) or a dict of tensors.
-
-        A DataLoader keeps its collation and its batch size; one that shuffles is read in the order
-        of its dataset, so that the same data have the same digest, and the same random labels, in
-        every run. Random augmentation is frozen as it was when the data were read.
-        """
+        """Read anything that `PublicData.of` reads."""
         if isinstance(source, cls):
             return source
         expect(isinstance(name, str), "name to be a text", name)
@@ -143,8 +138,6 @@ class Samples:
 class PublicData(Samples):
     """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
 
-    Two of them are equal if their names and contents are, however the samples were batched.
-
     Examples:
         >>> import torch
         >>> import dpspan
@@ -158,7 +151,12 @@ class PublicData(Samples):
 
     @classmethod
     def of(cls, source: object, *, name: str = "public") -> Self:
-        """Declare data public, and read them as `Samples.of` does."""
+        """Read a map-style dataset, a DataLoader, a tensor, (x,), (x, y) or a dict of tensors.
+
+        A DataLoader keeps its collation and its batch size; one that shuffles is read in the order
+        of its dataset, so that the same data have the same digest, and the same random labels, in
+        every run. Random augmentation is frozen as it was when the data were read.
+        """
         if type(source) is Samples:
             raise TypeError(
                 f"The samples '{source.name}' are not declared public, and may be private: only "
@@ -177,7 +175,7 @@ def move(inputs: Any, device: torch.device) -> Any:
 
 def read(source: object) -> Iterator[Batch]:
     """The batches, of CPU tensors, without empty ones."""
-    return (batch for batch in map(_hold, batches_of(source)) if _samples(batch))
+    return (batch for batch in map(hold, batches_of(source)) if _samples(batch))
 
 
 @singledispatch
@@ -246,7 +244,7 @@ def _collated(dataset: Any, indices: Sequence[int], collate_fn: Collate) -> Any:
 # -- the form in which batches are held ---------------------------------------------------------
 
 
-def _hold(batch: Any) -> Batch:
+def hold(batch: Any) -> Batch:
     """The batch in plain dicts, tuples and CPU tensors."""
     if isinstance(batch, tuple | list) and len(batch) not in (1, 2):
         raise ValueError(

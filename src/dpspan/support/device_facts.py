@@ -1,7 +1,5 @@
 """Facts about numbers on a device, for checks that must not make a step wait for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -18,11 +16,10 @@ class Health:
 
     def known(self, facts: Tensor) -> Sequence[float] | None:
         """These facts, or those of an earlier call, or none yet."""
+        arrived: list[float] | None = None
         if not facts.is_cuda or not self._asked:
-            self._asked = True
-            known: list[float] = facts.tolist()
-            return known
-        arrived = None
+            self._asked, arrived = True, facts.tolist()
+            return arrived
         if self._pending is not None and self._pending[1].query():
             arrived, self._pending = self._pending[0].tolist(), None
         if self._pending is None:

@@ -1,7 +1,5 @@
 """The errors dpspan raises; every message names the thing and says what to do."""
 
-from __future__ import annotations
-
 
 class DPSpanError(Exception):
     """Base of all errors that dpspan defines."""

@@ -4,16 +4,14 @@ Each process would draw batches from all records and noise of its own, write a l
 and know nothing of the others' releases: no certificate would hold for what they make together.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
 
 def refuse_several_processes() -> None:
     """RuntimeError in a process that is one of several, by torch.distributed or by torchrun."""
-    started = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")}
-    several = _number(started["WORLD_SIZE"]) > 1 or _number(started["RANK"]) > 0
+    size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    several = (size.isdecimal() and int(size) > 1) or (rank.isdecimal() and int(rank) > 0)
     distributed = sys.modules.get("torch.distributed")  # a fit of a table needs no torch
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         several = several or distributed.get_world_size() > 1
@@ -26,7 +24,3 @@ def refuse_several_processes() -> None:
             "several runs that are released one by one, start each by itself, with WORLD_SIZE and "
             "RANK unset."
         )
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0

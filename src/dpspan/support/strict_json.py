@@ -1,7 +1,5 @@
 """Values for JSON as the standard has it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

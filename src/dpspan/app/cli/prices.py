@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dpspan.accounting.epsilon import Budget, account, calibrate
+from dpspan.accounting.calibration import calibrate
+from dpspan.accounting.epsilon import Budget, account
 from dpspan.accounting.events import step_event
 from dpspan.support.checks import check_count
 

@@ -31,9 +31,9 @@ from rich.progress import (
 from safetensors.torch import save_file
 
 from dpspan.accounting.certificate import certificate, write_certificate
-from dpspan.accounting.events import event_from_json
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses
+from dpspan.accounting.releases import beyond, releases_from_json
 from dpspan.app.comparison.folder import left_behind, locked, new_folder, take_summary_away
 from dpspan.app.comparison.results import Comparison, Result, Row
 from dpspan.app.comparison.task import PUBLIC_ONLY, Contender, Task, with_baselines
@@ -308,26 +308,18 @@ def _known_as(paid: Mapping[str, Any]) -> str:
     return json.dumps([paid["saved_by"], paid["events"]], sort_keys=True)
 
 
-def _begins_with(spent: Sequence[Mapping[str, Any]], paid: Sequence[Mapping[str, Any]]) -> bool:
-    """A run on public data pays for nothing, whatever its contender was given."""
-    return len(spent) >= len(paid) and all(
-        mine["event"] == entry["event"] and mine["count"] >= entry["count"]
-        for mine, entry in zip(spent, paid, strict=False)
-    )
-
-
 def _add(
     together: Ledger, spent: dict[str, Any], paid: Mapping[str, Any] | None, paid_for: set[str]
 ) -> None:
     """One run's releases; what runs share, one and the same record, counts once."""
-    earlier: Sequence[Mapping[str, Any]] = ()
-    if paid is not None and _begins_with(spent["events"], paid["events"]):
-        earlier = paid["events"] if _known_as(paid) in paid_for else ()
-        paid_for.add(_known_as(paid))
-    for index, entry in enumerate(spent["events"]):
-        counted = earlier[index]["count"] if index < len(earlier) else 0
-        if entry["count"] > counted:
-            together.charge(event_from_json(entry["event"]), entry["count"] - counted)
+    releases = releases_from_json(spent["events"])
+    if paid is not None:
+        own = beyond(releases_from_json(paid["events"]), releases)
+        if own is not None:  # a run on public data pays for nothing, whatever it was given
+            releases = own if _known_as(paid) in paid_for else releases
+            paid_for.add(_known_as(paid))
+    for event, count in releases:
+        together.charge(event, count)
     for record in spent["public"]:
         together.declare_public(
             record["name"], record["sha256"], record["count"], detail=record["detail"]

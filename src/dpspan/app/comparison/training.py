@@ -13,8 +13,9 @@ from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
-from dpspan.accounting.epsilon import Budget, account, calibrate_event
+from dpspan.accounting.epsilon import Budget, account
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.comparison.task import Contender, Task
@@ -237,10 +238,9 @@ def calibrated(
     budget: Budget, spent: Spent, sample_rate: float, steps: int, accountant: str
 ) -> float:
     """The noise multiplier for so many steps on top of what is spent."""
-    ledger = Ledger(accountant=accountant)
-    for event, count in spent:
-        ledger.charge(event, count)
-    return calibrate_event(lambda z: step_event(z, sample_rate), steps, budget, spent=ledger)
+    return calibrate_event(
+        lambda z: step_event(z, sample_rate), steps, budget, accountant=accountant, spent=spent
+    )
 
 
 @functools.lru_cache(maxsize=1024)

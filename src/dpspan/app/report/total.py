@@ -1,4 +1,4 @@
-"""What all that the folders hold costs together, every release counted once.
+"""What everything in the folders costs together, every release counted once.
 
 A folder may hold a certificate and a ledger of the same releases, where the ledger can be ahead (a
 run that goes on, a choice before it). The certificate of a comparison counts what its runs share,
@@ -8,18 +8,16 @@ is on record: the total may be too large, never too small.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpspan.accounting.epsilon import account
-from dpspan.accounting.events import event_from_json, event_to_json
+from dpspan.accounting.releases import added, releases_from_json, united
 
 TOGETHER = "a comparison"  # the method that the certificate of several runs names
-Releases = Counter[str]  # how many of each event, which is written as JSON
+Documents = Mapping[Path, Mapping[str, Any]]  # by their folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,33 +29,34 @@ class Total:
     unfinished: int
 
 
-def total(
-    certificates: Mapping[Path, Mapping[str, Any]], ledgers: Mapping[Path, Mapping[str, Any]]
-) -> Total | None:
-    """Of the documents by their folders; None where one run is all, or nothing can be added up."""
+def total(certificates: Documents, ledgers: Documents) -> Total | None:
+    """What all documents cost; None where one run is all, or nothing can be added up."""
     known = list(certificates.values())
     if len({document["adjacency"] for document in known}) != 1:
         return None  # prices of different promises
+    documents = (certificates, ledgers)
     alone = {
-        folder: _most(_releases(d[folder]) for d in (certificates, ledgers) if folder in d)
+        folder: united(*(releases_from_json(d[folder]["events"]) for d in documents if folder in d))
         for folder in {**certificates, **ledgers}
     }
-    spent: Releases = Counter()
-    tops = [f for f in alone if not any(_covers(certificates, g, f) for g in certificates)]
-    for folder in tops:
-        below = [alone[f] for f in alone if _covers(certificates, folder, f)]
-        spent += _most([alone[folder], *below])
+    wholes = [folder for folder in certificates if is_comparison(certificates[folder])]
+    tops = [f for f in alone if not any(_is_run_of(whole, f) for whole in wholes)]
+    spent = added(
+        *(
+            united(alone[top], *(alone[f] for f in alone if top in wholes and _is_run_of(top, f)))
+            for top in tops
+        )
+    )
     # At the smallest δ: so the total is no smaller than what any certificate says.
     delta = min(document["delta"] for document in known)
-    whole = certificates.get(tops[0], {}) if len(tops) == 1 else {}
-    if whole and spent == _releases(whole) and whole["delta"] == delta:
-        if not is_comparison(whole):
+    priced = 0.0
+    only = certificates.get(tops[0]) if len(tops) == 1 else None
+    if only and only["delta"] == delta and spent == added(releases_from_json(only["events"])):
+        if not is_comparison(only):
             return None
-        priced = float(whole["epsilon"])
     else:
         rdp = any(document["accountant"]["used"] == "rdp" for document in known)
-        events = [(event_from_json(json.loads(event)), count) for event, count in spent.items()]
-        priced = account(events, delta, "rdp" if rdp else "pld").epsilon
+        priced = account(spent, delta, "rdp" if rdp else "pld").epsilon
     return Total(
         epsilon=max([priced, *(float(document["epsilon"]) for document in known)]),
         delta=delta,
@@ -65,29 +64,11 @@ def total(
     )
 
 
-def _covers(certificates: Mapping[Path, Mapping[str, Any]], whole: Path, folder: Path) -> bool:
-    """Whether a folder holds the certificate of a comparison of which the other is a run."""
-    is_whole = whole in certificates and is_comparison(certificates[whole])
-    is_run = folder.name.startswith(("seed-", ".seed-"))  # hidden: one that was interrupted
-    return is_whole and folder.parent.parent == whole and is_run
-
-
 def is_comparison(certificate: Mapping[str, Any]) -> bool:
     """Whether it is about several runs, which have certificates of their own."""
     return bool(certificate["training"].get("method") == TOGETHER)
 
 
-def _releases(document: Mapping[str, Any]) -> Releases:
-    spent: Releases = Counter()
-    for entry in document["events"]:
-        event = event_to_json(event_from_json(entry["event"]))
-        spent[json.dumps(event, sort_keys=True)] += entry["count"]
-    return spent
-
-
-def _most(records: Iterable[Releases]) -> Releases:
-    """Of each event the most that any of the records has: they tell of the same releases."""
-    most: Releases = Counter()
-    for record in records:
-        most |= record
-    return most
+def _is_run_of(comparison: Path, folder: Path) -> bool:
+    named = folder.name.startswith(("seed-", ".seed-"))  # hidden: one that was interrupted
+    return named and folder.parent.parent == comparison

@@ -31,7 +31,6 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.app.run.record import tells_all
 from dpspan.support.files import replacing
 from dpspan.support.strict_json import plain
 
@@ -117,13 +116,12 @@ class RunFolder:
 
     def write_ledger(self, ledger: Ledger) -> None:
         """The record so far; ValueError if the one on the disk tells more."""
-        state = ledger.state_dict()
-        if self.ledger.exists() and not tells_all(read_json(self.ledger), state):
+        if self.ledger.exists() and not ledger.covers(Ledger.from_state(read_json(self.ledger))):
             raise ValueError(
                 f"{self.ledger} tells of releases that this process does not know, and is kept. "
                 "Train in another folder."
             )
-        self.write_json(self.ledger, state)
+        self.write_json(self.ledger, ledger.state_dict())
 
     def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
         """Whole or not at all, and on the disk when this returns."""

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpspan.accounting.epsilon import Budget
-from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.yaml_file import read_text
 from dpspan.app.data import Loaded
 from dpspan.app.run.choice import chosen_public
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
-from dpspan.app.run.record import steps_beyond
 from dpspan.app.run.run_inputs import make_parts, public_count, sampling
 from dpspan.app.run.tensorboard import Scalars
 from dpspan.engine.checkpoint import load_file

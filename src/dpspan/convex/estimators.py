@@ -1,0 +1,418 @@
+"""Private linear models as scikit-learn estimators; a fit ends in weights and a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Self
+
+import numpy as np
+from dp_accounting import GaussianDpEvent
+from numpy.typing import ArrayLike, NDArray
+from rich.progress import track
+from scipy import special
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_regressor
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from dpspan.accounting.calibration import calibrate_event
+from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
+from dpspan.accounting.epsilon import Budget
+from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
+from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses, weaknesses
+from dpspan.convex.fitting import (
+    ClipSchedule,
+    Fit,
+    GaussianNoise,
+    PrivateRecords,
+    configuration,
+    schedule_of,
+)
+from dpspan.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared, one_hot
+from dpspan.convex.methods import Method, method_of
+from dpspan.convex.public_rows import PublicRows, PublicSide, digest, public_start, refuse_overlap
+from dpspan.convex.rows import Array, Rows, no_echo
+from dpspan.convex.scaling import Preparation, Scaling, scaling_of
+from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.processes import refuse_several_processes
+
+_ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
+_LABELS_READ = (
+    "The set of class labels was read from the records and taken to be public: state it in advance "
+    "by classes=[...] if it is not."
+)
+STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}
+LOSSES: Mapping[str, Loss] = {"squared": Squared(), "huber": Huber()}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned: labels to targets (n, c), and weights W (c, p) and constants b (c,) back."""
+
+    loss: Loss
+    targets_of: Callable[[NDArray[Any], str], Array]  # of labels, and where they come from
+    fitted: Callable[[Array, Array], dict[str, Any]]  # scikit-learn's attributes of the model
+    warning: str = ""  # for the certificate
+
+
+# The dataclasses write the explicit __init__ that scikit-learn's get_params and clone read.
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
+    """The parameters and the fit that all estimators share; not for use by itself."""
+
+    epsilon: float = 1.0
+    delta: float = 1e-6
+    method: str | Method = "adagrad"
+    clip: float | ClipSchedule = 1.0
+    scaling: str | Scaling | None = None
+    row_norm: float | None = None
+    start: str = "zero"
+    records: int | None = None
+    fit_intercept: bool = True
+    accountant: str | None = None
+    random_state: Any = None
+    verbose: int = 0
+
+    def fit(self, X: Any, y: Any, *, public: Any = None, ledger: Ledger | None = None) -> Self:
+        """Fit to private records; `public` is X_pub, (X_pub, y_pub) or `PublicRows`.
+
+        Everything is checked before the first release. A `ledger` shares a budget with other
+        releases from the same records, all in one process (n_jobs=1): it cannot be copied into
+        others.
+        """
+        refuse_several_processes()
+        x, y = self._validated(X, y, y_numeric=is_regressor(self))
+        task = self._task(y)
+        targets = task.targets_of(y, "y")
+        public = self._public_rows(public, task)
+        method, clip = method_of(self.method), schedule_of(self.clip)
+        scaling = scaling_of(self.scaling)
+        divisor = self._checked_divisor(len(targets))
+        warn_of_weaknesses(self.epsilon, self.delta, divisor)
+        if public is not None and not public.equal_rows_allowed:
+            refuse_overlap(public.x, x, public.name)
+
+        preparation = scaling.prepare(None if public is None else public.x)
+        preparation = replace(preparation, row_norm=self.row_norm)
+        rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept))
+        records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
+        side = _public_side(records, preparation, public)
+        ledger = self._opened(ledger)
+        z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
+        fit = Fit(
+            records=records,
+            public=side,
+            clip=clip,
+            noise_multiplier=z,
+            ledger=ledger,
+            noise=self._noise(),
+            start=STARTS[self.start](side),
+            watch=partial(track, description="private steps") if self.verbose else iter,
+        )
+        ledger.reserve(GaussianDpEvent(z), method.steps)
+        self._declare(ledger, divisor, task, public)
+        weights = method.minimise(fit).reshape(side.outputs, rows.width)
+        coef, constant = np.split(weights, [x.shape[1]], axis=1)  # one column, or none
+        self.preparation_ = preparation
+        self.epsilon_ = ledger.epsilon(self.delta)
+        self.certificate_ = self._certificate(fit, method, scaling)
+        for name, value in task.fitted(coef, constant.sum(1)).items():
+            setattr(self, name, value)
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def _task(self, y: NDArray[Any]) -> Task:
+        raise NotImplementedError
+
+    def _validated(self, *data: Any, **how: Any) -> Any:
+        with no_echo():
+            return validate_data(self, *data, accept_sparse="csr", dtype=np.float64, **how)
+
+    def _margins(self, X: Any) -> Array:
+        """X̄ Wᵀ for new records, (n, c)."""
+        check_is_fitted(self)
+        x = self._validated(X, reset=False)
+        coef = np.atleast_2d(self.coef_)
+        return np.asarray(self.preparation_.apply(x) @ coef.T + self.intercept_)
+
+    def _public_rows(self, given: Any, task: Task) -> PublicRows | None:
+        """The public rows with their features checked and targets in place of labels."""
+        if given is None:
+            return None
+        rows = PublicRows.of(given)
+        with no_echo():
+            x = check_array(rows.x, accept_sparse="csr", dtype=np.float64, input_name="public")
+        if x.shape[1] != self.n_features_in_:
+            raise ValueError(
+                f"Expected public rows of {self.n_features_in_} features, like the private "
+                f"records, got {x.shape[1]}."
+            )
+        if rows.y is None:
+            return replace(rows, x=x)
+        if np.shape(rows.y) != (x.shape[0],):
+            raise ValueError(
+                f"Expected one label for each of the {x.shape[0]} public rows, got an array of "
+                f"shape {np.shape(rows.y)}."
+            )
+        return replace(rows, x=x, y=task.targets_of(np.asarray(rows.y), "the public labels"))
+
+    def _checked_divisor(self, count: int) -> int:
+        """What sums are divided by; with it all that is not checked elsewhere."""
+        expect(0 < check_number("epsilon", self.epsilon) < np.inf, "0 < epsilon", self.epsilon)
+        check_promised_delta("delta", self.delta)
+        expect(self.start in list(STARTS), f"start to be one of {list(STARTS)}", self.start)
+        if self.row_norm is not None:
+            expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
+        return count if self.records is None else check_count("records", self.records)
+
+    def _noise(self) -> GaussianNoise:
+        if self.random_state is None:
+            return GaussianNoise()
+        return GaussianNoise(int(check_random_state(self.random_state).randint(2**31)))
+
+    def _opened(self, ledger: Ledger | None) -> Ledger:
+        if ledger is None:
+            budget = Budget(epsilon=self.epsilon, delta=self.delta)
+            return Ledger(accountant=self.accountant or "pld", budget=budget)
+        if self.accountant not in (None, ledger.accountant):
+            raise ValueError(
+                f"Expected accountant {ledger.accountant!r}, as the ledger has it, got "
+                f"{self.accountant!r}: leave it out where you give a ledger."
+            )
+        return ledger
+
+    def _declare(self, ledger: Ledger, divisor: int, task: Task, public: PublicRows | None) -> None:
+        """What the ledger has to know, from which other certificates may be made too."""
+        if self.random_state is not None:
+            ledger.invalidate("noise was drawn from a fixed random_state")
+        if self.records is None:
+            ledger.warn(
+                f"{RECORDS_TOLD}: a fit divides by it, {divisor}, and its guarantee is for "
+                f"{_ZERO_OUT}. Give a public number by records= if it is a secret"
+            )
+        for sentence in (*weaknesses(None, self.delta, divisor), task.warning):
+            if sentence:
+                ledger.warn(sentence)
+        if public is not None:
+            detail = "without labels" if public.y is None else "with labels"
+            detail += ", equal private rows allowed" if public.equal_rows_allowed else ""
+            count = int(public.x.shape[0])
+            ledger.declare_public(public.name, digest(public.x, public.y), count, detail)
+
+    def _certificate(self, fit: Fit, method: Method, scaling: Scaling) -> dict[str, Any]:
+        training = {
+            "kind": "convex, full batch",
+            "method": configuration(method),
+            "loss": repr(fit.public.loss),
+            "clip": configuration(fit.clip),
+            "scaling": configuration(scaling),
+            "row_norm": configuration(self.row_norm),
+            "intercept": bool(self.fit_intercept),
+            "start": self.start,
+            "divisor": fit.records.divisor,
+            "noise_multiplier": fit.noise_multiplier,
+        }
+        adjacency = _ZERO_OUT if self.records is None else ADD_OR_REMOVE
+        return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
+
+
+def _public_side(
+    records: PrivateRecords, preparation: Preparation, public: PublicRows | None
+) -> PublicSide:
+    """What is public about the problem, the prepared public rows among it."""
+    outputs, width = records.targets.shape[1], records.rows.width
+    side = PublicSide(outputs=outputs, width=width, loss=records.loss)
+    if public is None:
+        return side
+    rows = Rows(preparation.apply(public.x), intercept=records.rows.intercept)
+    endless = int((~np.isfinite(rows.norm_bounds)).sum())
+    if endless:
+        raise ValueError(
+            f"Expected public rows of finite length, got {endless} that are too long once scaled: "
+            "take them out of public, or bound the features by scaling=FeatureBounds(...)."
+        )
+    return replace(side, rows=rows, targets=public.y)
+
+
+@lru_cache(maxsize=256)  # a function of four numbers that takes half a second
+def _calibrated(epsilon: float, delta: float, steps: int, accountant: str) -> float:
+    budget = Budget(epsilon=epsilon, delta=delta)
+    return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
+    """Labels to targets and back; not for use by itself."""
+
+    classes: ArrayLike | None = None
+
+    def _loss(self) -> Logistic | SmoothedHinge:
+        raise NotImplementedError
+
+    def _task(self, y: NDArray[Any]) -> Task:
+        check_classification_targets(y)
+        known = np.unique(y if self.classes is None else np.asarray(self.classes))
+        if len(known) < 2:
+            raise ValueError(
+                f"Expected at least two classes, got {len(known)} class: give all that can occur "
+                "by classes=[...]."
+            )
+        loss = self._loss()
+        low = 0.0 if isinstance(loss, Logistic) else -1.0
+
+        def targets_of(labels: NDArray[Any], where: str) -> Array:
+            codes = np.searchsorted(known, labels).clip(max=len(known) - 1)
+            strange = int((known[codes] != labels).sum())
+            if strange:
+                raise ValueError(
+                    f"{strange} labels in {where} are not among the classes: give all classes by "
+                    "classes=[...]. This message depends on private data: do not publish it."
+                )
+            return one_hot(codes, len(known), low=low)
+
+        return Task(
+            loss,
+            targets_of,
+            lambda w, b: {"classes_": known, "coef_": w, "intercept_": b},
+            warning=_LABELS_READ if self.classes is None else "",
+        )
+
+    def decision_function(self, X: Any) -> Array:
+        """Signed distances, (n,) for two classes and (n, c) for more."""
+        margins = self._margins(X)
+        return margins[:, 0] if len(self.classes_) == 2 else margins
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The class of the largest margin."""
+        scores = self.decision_function(X)
+        codes = (scores > 0).astype(np.intp) if scores.ndim == 1 else scores.argmax(1)
+        return np.asarray(self.classes_[codes])
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLogisticRegression(PrivateLinearClassifier):
+    """Logistic regression (softmax for more than two classes) with (ε, δ)-differential privacy.
+
+    `fit` spends `epsilon` at `delta` on the records it is given; `epsilon_` and `certificate_` say
+    what was spent and how. `clip`, `scaling` and `row_norm` are public numbers, chosen without a
+    look at the records. `records`, what sums are divided by, is by default the number of rows,
+    which is then public, and so are the `classes`, by default those in `y`. A `random_state` fixes
+    the noise: for tests only, and the certificate says that the fit is not private. The
+    `accountant` is the ledger's if one is given to `fit`, else "pld" unless stated.
+
+    A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
+    take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.
+
+    Examples:
+        >>> import numpy as np
+        >>> from dpspan.convex import PrivateLogisticRegression
+        >>> draw = np.random.default_rng(0)
+        >>> X = draw.normal(size=(2000, 4))
+        >>> y = (X[:, 0] > 0).astype(int)
+        >>> model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6, classes=[0, 1], records=2000)
+        >>> model = model.fit(X, y)
+        >>> 0.999 <= model.epsilon_ <= 1.0
+        True
+        >>> model.certificate_["private"]
+        True
+    """
+
+    def _loss(self) -> Logistic:
+        return Logistic()
+
+    def predict_proba(self, X: Any) -> Array:
+        """Probabilities of the classes, (n, c)."""
+        return np.exp(self.predict_log_proba(X))
+
+    def predict_log_proba(self, X: Any) -> Array:
+        """Their logarithms."""
+        margins = self._margins(X)
+        if len(self.classes_) == 2:
+            margins = np.hstack([np.zeros_like(margins), margins])
+        return np.asarray(special.log_softmax(margins, axis=1))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearSVC(PrivateLinearClassifier):
+    """A linear support vector classifier with (ε, δ)-differential privacy.
+
+    `smoothing` rounds the hinge off over that width (0: the hinge itself). More than two classes
+    are learned one against the rest, all in one vector under one clip. The other parameters are
+    those of `PrivateLogisticRegression`, and so are the warnings: no scaler of private records
+    before it in a pipeline, and every fit spends ε again.
+
+    Examples:
+        >>> import numpy as np
+        >>> from dpspan.convex import PrivateLinearSVC
+        >>> draw = np.random.default_rng(0)
+        >>> X = draw.normal(size=(2000, 4))
+        >>> y = (X[:, 0] > 0).astype(int)
+        >>> model = PrivateLinearSVC(epsilon=1.0, accountant="rdp").fit(X, y)
+        >>> model.predict(X[:3]).shape
+        (3,)
+    """
+
+    smoothing: float = 0.5
+
+    def _loss(self) -> SmoothedHinge:
+        return SmoothedHinge(width=self.smoothing)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
+    """Linear regression with (ε, δ)-differential privacy.
+
+    `loss` is "squared", "huber" or an object such as `Huber(threshold=2.0)`. `target_bounds` (low,
+    high), known in advance, cut the targets and put them between −1 and 1 for the fit, which
+    then needs no other learning rate for other units. The other parameters are those of
+    `PrivateLogisticRegression`, and so are the warnings: no scaler of private records before it in
+    a pipeline, and every fit spends ε again.
+
+    Examples:
+        >>> import numpy as np
+        >>> from dpspan.convex import PrivateLinearRegression
+        >>> draw = np.random.default_rng(0)
+        >>> X = draw.normal(size=(2000, 4))
+        >>> y = 20 + 5 * X[:, 0]  # years, say
+        >>> model = PrivateLinearRegression(epsilon=1.0, target_bounds=(0, 40), accountant="rdp")
+        >>> model.fit(X, y).predict(X[:3]).shape
+        (3,)
+    """
+
+    loss: str | Squared | Huber = "squared"
+    target_bounds: tuple[float, float] | None = None
+
+    def predict(self, X: Any) -> Array:
+        """Predicted targets, (n,)."""
+        return self._margins(X)[:, 0]
+
+    def _task(self, y: NDArray[Any]) -> Task:
+        loss: Any = LOSSES.get(self.loss) if isinstance(self.loss, str) else self.loss
+        known = isinstance(loss, Squared | Huber)
+        expect(known, f"loss to be one of {list(LOSSES)}, Squared() or Huber(...)", self.loss)
+        middle, half = 0.0, 1.0
+        if self.target_bounds is not None:
+            low, high = (float(bound) for bound in self.target_bounds)
+            expect(-np.inf < low < high < np.inf, "finite target_bounds, low < high", (low, high))
+            middle, half = (low + high) / 2, (high - low) / 2
+
+        def targets_of(numbers: NDArray[Any], where: str) -> Array:
+            with no_echo():
+                numbers = np.asarray(numbers, dtype=float)
+            if not np.isfinite(numbers).all():  # of the private ones validate_data saw to it
+                raise ValueError("Expected finite public targets, got NaN or infinity in them.")
+            with np.errstate(over="ignore"):  # a warning would be about private records
+                targets = (numbers - middle) / half
+            return (targets if self.target_bounds is None else np.clip(targets, -1, 1))[:, None]
+
+        return Task(
+            loss,
+            targets_of,
+            lambda w, b: {"coef_": w[0] * half, "intercept_": b.item() * half + middle},
+        )
