@@ -28,8 +28,8 @@ def encode(
     may depend on its place in a batch), so private training on it has the guarantee of private
     training on the records. Copies of the layer's public samples are refused here, and
     `make_private` puts those samples on the certificate: give it a loader of what this returns, of
-    a Subset of it, or of several in a ConcatDataset. Through a wrapper of your own the certificate
-    would not know; tell it by `engine.ledger.declare_public`.
+    a Subset of it, or of several in a ConcatDataset. A wrapper of your own hides them from the
+    certificate: declare them by `engine.ledger.declare_public`.
 
     Args:
         layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
@@ -68,8 +68,8 @@ def encode(
 def encode_public(layer: PublicLayer, public: object) -> PublicData:
     """Public data as the layer sees them, for a method or a warm start behind `encode`.
 
-    They keep the name and the digest of the samples themselves, for the certificate, and are told
-    from private records by those.
+    They keep the name, digest and fingerprints of the samples themselves, for the certificate and
+    the search for copies.
 
     Examples:
         >>> import torch
@@ -92,8 +92,8 @@ def encode_public(layer: PublicLayer, public: object) -> PublicData:
 def _seen(layer: PublicLayer, inputs: Tensor) -> Tensor:
     """What the layer makes of them, on the CPU.
 
-    Always of so many at a time, the last ones filled up: a product rounds by its size, and a
-    record's features must not tell how many records there are.
+    Every batch is padded to the same size: rounding depends on it, and a record's features must
+    not reveal how many records there are.
     """
     filled = torch.cat([inputs, inputs.new_zeros(_AT_ONCE - len(inputs), *inputs.shape[1:])])
     seen: Tensor = layer(filled.to(next(layer.buffers()).device))

@@ -20,7 +20,7 @@ class Encoded(TensorDataset):
     """What a layer made of (input, label) pairs.
 
     `public` is what the layer was learnt from, `layer` its name, and `raw` are the fingerprints of
-    the inputs before: what was encoded is rounded, and copies could no longer be told by it.
+    the original inputs: rounding hides copies among encoded ones.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ def refuse_overlap(
         return
     if public.raw is None:
         raise ValueError(
-            f"The private data are encoded, the public data '{public.name}' are not, or not so "
-            "that copies could be told: use dpspan.encode_public(layer, public)."
+            f"The private data are encoded, but the public data '{public.name}' are not, or "
+            "without fingerprints of the originals: use dpspan.encode_public(layer, public)."
         )
     refuse_copies(public, (fingerprint for each in encoded for fingerprint in each.raw))
 
@@ -111,8 +111,8 @@ def without_public(
     """The private records that are not copies of public samples (see `refuse_overlap`).
 
     They are taken out of the private side, where each record's fate depends on that record and on
-    public data alone. To take the copies out of the public data would tell from the public data
-    which records are private.
+    public data alone. Removing the copies from the public data instead would reveal which records
+    are private.
 
     Examples:
         >>> import torch
@@ -123,7 +123,7 @@ def without_public(
         8
     """
     if encodings(private):
-        raise ValueError("Take copies of public samples out before the private data are encoded.")
+        raise ValueError("Remove copies of public samples before the private data are encoded.")
     known = set(_public_fingerprints(PublicData.of(public)))
     found = enumerate(_private_fingerprints(private, collate_fn))
     return Subset(private, [index for index, fingerprint in found if fingerprint not in known])

@@ -27,7 +27,7 @@ from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.files import replacing
 from dpspan.support.progress import watched
 
-_PATCHES = 200_000  # looked at while learning
+_PATCHES = 200_000  # sampled for learning
 _ROUNDS = 10  # of k-means
 _FLAT = 0.15  # of the pixels' deviation, added to a patch's (squares): flat patches stay small
 _WHITENING = 0.1  # added to the variances of patches, which are about 1
@@ -49,7 +49,7 @@ class PublicLayer(nn.Module):
 
     @property
     def public(self) -> PublicData:
-        """What it was learnt from; ValueError if that was left behind."""
+        """What it was learnt from; ValueError if it was loaded without."""
         if self._public is None:
             raise ValueError(
                 f"This {type(self).__name__} was loaded without its public data, from which "
@@ -59,7 +59,7 @@ class PublicLayer(nn.Module):
 
     @property
     def digest(self) -> str:
-        """sha256 of its numbers: another layer, be it by a last bit, has another one."""
+        """sha256 of its numbers: a layer that differs in one bit has another one."""
         found = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             found.update(f"{name};{tuple(tensor.shape)};".encode())
@@ -114,7 +114,7 @@ class PatchFeatures(PublicLayer):
         device: torch.device | str = "cpu",
         progress: bool = True,
     ) -> Self:
-        """Learn from public images, whose labels are not looked at.
+        """Learn from public images; their labels are not used.
 
         Args:
             public: a Dataset, DataLoader, tensors or `PublicData`; images as the model gets them.
@@ -130,7 +130,7 @@ class PatchFeatures(PublicLayer):
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
             views: how often each public image counts where directions are found: as it is, and
                 otherwise turned, moved and scaled a little, at random. More directions need more.
-            seed: for the patches that are looked at, where k-means starts, and the views.
+            seed: for the sampled patches, the start of k-means, and the views.
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
         """

@@ -48,12 +48,12 @@ class WarmStart:
 
     Args:
         data: a Dataset, DataLoader, tensors or `PublicData`, with labels.
-        max_epochs: most epochs; exactly so many where nothing is held out.
-        batch_size: most samples in a minibatch; an epoch is cut into minibatches of even size.
+        max_epochs: the maximum; exactly this number where nothing is held out.
+        batch_size: the maximum; an epoch is cut into minibatches of even size.
         learning_rate: Adam's.
         weight_decay: Adam's.
         validation: share of the samples held out to find the number of epochs; 0 for none.
-        patience: stop after so many epochs without a better held-out loss.
+        patience: stop after this number of epochs without a better held-out loss.
         loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion.
         augment: changes the inputs of each minibatch at random (`RandomAffine()`, for images), not
             those of the held-out samples. Give it more epochs.

@@ -245,7 +245,7 @@ def by_stage(name: str) -> str:
 
 
 def grouped(shapes: Mapping[str, torch.Size], groups: Groups) -> list[Names]:
-    """The parameters in groups: so many of about the same size, or by a function of their name."""
+    """The parameters in `groups` of about the same size, or by a function of their name."""
     if isinstance(groups, int):
         return _contiguous(shapes, groups)
     collected: dict[Hashable, Names] = {}
