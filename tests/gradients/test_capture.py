@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dpspan import Capture, CaptureError, per_sample_gradients
 from helpers.oracle import per_sample_matrix
 from helpers.problems import PROBLEMS, loss_per_sample, make
+from helpers.traces import traces
 
 
 class Functional(nn.Module):
@@ -419,6 +420,15 @@ def test_hooks_on_a_module_without_a_rule_run_once() -> None:
     model[0].register_forward_hook(lambda module, args, output: 2 * output)
     model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     check(model, torch.randn(5, 5))
+
+
+def test_a_refused_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpspan.gradients.capture.is_of_opacus", lambda _: True)
+    model = make("custom module inside")[0]
+    with pytest.raises(CaptureError, match="is Opacus'"):
+        Capture(model)
+    assert not traces(model)
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_lists_of_parameters_belong_to_their_holder() -> None:

@@ -94,7 +94,11 @@ class Capture:
         self._watched: dict[nn.Parameter, RemovableHandle] = {}
         self._stand_ins: dict[nn.Module, StandIn] = {}
         self._watch_all()
-        self.attach()
+        try:
+            self.attach()
+        except CaptureError:
+            self.remove()
+            raise
 
     # -- the life of a capture ------------------------------------------------------------------
 
