@@ -316,8 +316,8 @@ def test_errors_name_the_thing() -> None:
     J = dpspan.per_sample_gradients(model, loss_per_sample, x)
     with pytest.raises(ValueError, match=r"one weight per sample, shape \(6,\)"):
         J.combine(torch.ones(5))
-    with pytest.raises(ValueError, match=r"trainable parameters in groups, got \['nothing'\]"):
-        J.gram(J, [["nothing"]])
+    with pytest.raises(ValueError, match=r"trainable parameters, got \['nothing'\]"):
+        J.select(["nothing"])
     other, _ = make("linear")
     H = dpspan.per_sample_gradients(other, loss_per_sample, x)
     with pytest.raises(ValueError, match="same parameters"):
