@@ -101,10 +101,10 @@ def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: An
         capture.expect(n, carriers=mechanism.carriers())
         criterion(model(x), y).backward()
         with torch.no_grad():
-            total = mechanism.clipped_sum(capture.collect(scale=n))
-            for name, value in mechanism.gradient(
-                mechanism.release(total, generator, noise)
-            ).items():
+            gradients = capture.collect(scale=n)
+            mechanism.prepare(capture)
+            released = mechanism.release(mechanism.clipped_sum(gradients), generator, noise)
+            for name, value in mechanism.gradient(released).items():
                 parameters[name].grad = value.div_(n).to(parameters[name].dtype)
         optimizer.step()
 

@@ -57,11 +57,12 @@ def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     training, method, choice, tables, expert = blocks
     torch.manual_seed(0)
     x, y = torch.randn(40, 6), torch.randint(0, 2, (40,))
-    model = torch.nn.Linear(6, 2)
+    model = wide()
     names: dict[str, Any] = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "criterion": torch.nn.CrossEntropyLoss(),
+        "photographs": torch.randn(150, 6),
         "loader": torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(x, y), batch_size=20, shuffle=True
         ),
@@ -82,7 +83,7 @@ def test_the_readme_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     table = {"X": rng.normal(size=(300, 4)), "y": np.arange(300) % 2}
     exec(tables, {**table, "X_public": rng.normal(size=(20, 4))})
     J = dpspan.per_sample_gradients(model, lambda m, x: m(x).sum(1), x)
-    carriers = {"weight": (torch.randn(2, 1), torch.randn(1, 6))}
+    carriers = {"0.weight": (torch.randn(30, 1), torch.randn(1, 6))}
     batch = {"x": x, "y": y, "H": J, "weights": torch.ones(40), "carriers": carriers}
     exec(expert, {**names, **batch, "F": torch.nn.functional})
 

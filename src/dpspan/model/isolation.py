@@ -23,7 +23,7 @@ from torch.utils._pytree import (
 )
 
 from dpspan.gradients.capture import Capture
-from dpspan.gradients.numerics import Arithmetic, exact
+from dpspan.gradients.numerics import Arithmetic, plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.criterion import splits
 from dpspan.support.errors import UnsupportedModule
@@ -377,7 +377,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def parameter_norms(gradients: PerSampleGradients) -> Tensor:
     """Of each parameter's gradients, (n, parameters): a small one must not be lost among others."""
     arithmetic, zero = Arithmetic.of(gradients.like), gradients.like.new_zeros(gradients.samples)
-    with exact():
+    with plain_arithmetic():
         squares = [
             gradients.terms[name].squared_norms(arithmetic).value.double()
             if name in gradients.terms

@@ -95,7 +95,7 @@ class Untouched(Dataset[object]):
         raise RuntimeError("Private records were asked for where none may be used.")
 
     def __len__(self) -> int:
-        self[0]
+        raise RuntimeError("The number of private records was asked for where it may not be used.")
 
 
 def task_of(

@@ -23,8 +23,7 @@ from dpspan.app.run.task import Contender, Task
 from dpspan.app.run.training import Spent, Status, Training, accuracy_and_loss
 from dpspan.engine.checkpoint import load_file
 from dpspan.public.data import PublicData
-from dpspan.public.encoded import encodings
-from dpspan.public.overlap import refuse_overlap
+from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.strict_json import plain
 
 _SHARE_OF_TIME = 0.02  # that may go into ε for the eyes of whoever watches
