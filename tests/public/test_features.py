@@ -106,7 +106,7 @@ def test_another_layer_is_another_run(folder: Path) -> None:
     chosen = config(folder, features=PATCHES, budget=NOISY)
     train(chosen, stop=lambda: True)
     other = config(folder, features={**PATCHES, "filters": 21}, budget=NOISY)
-    with pytest.raises(ValueError, match="`features` is not as it was"):
+    with pytest.raises(ValueError, match="other settings than the section `features`"):
         train(other, resume=True)
     run, public = RunFolder(folder / "run"), make_parts(config(folder, budget=NOISY)).public
     PatchesSection(**{**PATCHES, "power": 0.9}).learn(public["optin"], seed=0, device="cpu").save(
