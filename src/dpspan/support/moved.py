@@ -7,7 +7,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-MOVED = {  # what the documentation of 0.1 named
+MOVED = {  # what the documentation of 0.1 named, and what its pickled estimators hold
     "dpspan.advice": "dpspan.app.advice",
     "dpspan.anchors": "dpspan.subspaces.sources",
     "dpspan.augmentation": "dpspan.public.augmentation",
@@ -18,6 +18,11 @@ MOVED = {  # what the documentation of 0.1 named
     "dpspan.clipping": "dpspan.mechanisms.clipping",
     "dpspan.comparison": "dpspan.app.comparison",
     "dpspan.config": "dpspan.app.config",
+    "dpspan.convex.linear_regression": "dpspan.convex.estimators",
+    "dpspan.convex.linear_svc": "dpspan.convex.estimators",
+    "dpspan.convex.logistic_regression": "dpspan.convex.estimators",
+    "dpspan.convex.oracles": "dpspan.convex.subspaces",
+    "dpspan.convex.schedules": "dpspan.convex.fitting",
     "dpspan.data": "dpspan.app.data",
     "dpspan.encoding": "dpspan.public.encoding",
     "dpspan.errors": "dpspan.support.errors",
