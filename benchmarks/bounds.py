@@ -12,7 +12,6 @@ on the way. The other models see random inputs at their first step.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import sys
@@ -27,7 +26,6 @@ import dpspan
 from benchmarks import report
 from benchmarks.gep_accuracy import images, training_steps
 from benchmarks.problems import PROBLEMS
-from dpspan.gradients.layers.terms import Stack, Sum, Term
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.carriers import RandomCarriers
@@ -42,22 +40,9 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
-def doubled(term: Term) -> Term:
-    """The same term with factors in float64."""
-    if isinstance(term, Stack):
-        return Stack([doubled(part) for part in term.parts])
-    if isinstance(term, Sum):
-        return Sum([doubled(part) for part in term.terms], term.row_size)
-    values = {field.name: getattr(term, field.name) for field in dataclasses.fields(term)}  # type: ignore[arg-type]
-    floats = {
-        k: v.double() for k, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()
-    }
-    return dataclasses.replace(term, **floats)  # type: ignore[type-var, no-any-return]
-
-
 def exact(gradients: PerSampleGradients) -> PerSampleGradients:
     """The same gradients, from the same factors, with everything computed in float64."""
-    terms = {name: [doubled(term)] for name, term in gradients.terms.items()}
+    terms = {name: [term.double()] for name, term in gradients.terms.items()}
     return PerSampleGradients(
         gradients.shapes,
         terms,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 import dpspan
-from dpspan.app.config.section import Count, Section
+from dpspan.app.section import Count, Section
 from dpspan.public.data import PublicData
 from experiments.images import Images, collate
 

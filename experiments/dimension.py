@@ -29,7 +29,7 @@ from scipy import optimize, special
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
-from dpspan.app.config.section import Count, Counts, Numbers, Section, Texts
+from dpspan.app.section import Count, Counts, Numbers, Section, Texts
 from dpspan.convex import (
     FromNoisyGradients,
     GradientDescent,

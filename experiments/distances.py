@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpspan
-from dpspan.app.config.section import Count, Positive, Section
+from dpspan.app.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
-from dpspan.choose.subspaces import drawn
+from dpspan.choose.subspaces import drawn as drawn_samples
 from dpspan.public.data import PublicData, Samples
 from experiments.images import collate
+from experiments.patches import drawn
 from experiments.runner import Place, Results, execute
 from experiments.schema import TrainingExperiment, digest_of, stated
 from experiments.transport import has_classes, transport_distance
@@ -83,7 +84,7 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
     settings = experiment.distances
     data = experiment.data.load(place.data, seed=run.seed, hold_out=False)
     torch.manual_seed(run.seed)
-    model: nn.Module = experiment.model.build(data, seed=run.seed)
+    model: nn.Module = drawn(experiment.model, data, run.seed)
     if run.model == "probe":
         model = ProbeNetwork(channels=data.shape[0], classes=data.classes, seed=run.seed)
     private = data.without(data.public.values())
@@ -124,9 +125,9 @@ def transport(
     private: object, public: Mapping[str, object], *, samples: int, seed: int
 ) -> dict[str, float]:
     """The optimal-transport distance of each candidate, of the samples that `rank_public` draws."""
-    mine = drawn(private, samples, seed=seed, name="private", kind=Samples)
+    mine = drawn_samples(private, samples, seed=seed, name="private", kind=Samples)
     candidates = {
-        name: drawn(source, samples, seed=seed, name=name, kind=PublicData)
+        name: drawn_samples(source, samples, seed=seed, name=name, kind=PublicData)
         for name, source in public.items()
     }
     labelled = all(each.labelled and has_classes(each) for each in (mine, *candidates.values()))

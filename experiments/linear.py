@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dpspan.app.config.section import Count, Positive, Section
+from dpspan.app.section import Count, Positive, Section
 from dpspan.convex import GradientDescent, NoisyAdaGrad, PrivateLogisticRegression
 from experiments.images import Images
 

@@ -25,7 +25,7 @@ from dpspan.public.data import PublicData
 from experiments.data import Data
 from experiments.images import Images, collate, shifted
 from experiments.linear import ConvexSection
-from experiments.patches import PatchesModel
+from experiments.patches import PatchesModel, drawn
 from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
 from experiments.samples import Choice, samples_of
@@ -206,9 +206,9 @@ def _model(
     torch.manual_seed(seed)
     if isinstance(section, PatchesModel):
         return section.head(data.shape, data.classes).to(place.device).train()
-    model = section.build(data, seed=seed)
+    model = drawn(section, data, seed)
     if row.pretraining is not None and before is not None:
-        other = section.build(replace(data, classes=row.pretraining.classes), seed=seed)
+        other = drawn(section, replace(data, classes=row.pretraining.classes), seed)
         load_common(model, pretrained(row.pretraining, before, other, seed, place.device))
     if row.trainable is not None:
         model = train_only(model, row.trainable.build())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from dpspan.app.config.features import PatchesSection
-from dpspan.app.config.models import AnyModel
-from dpspan.app.config.section import Counts
+from dpspan.app.config.models import AnyModel, PatchesSection
+from dpspan.app.section import Counts
 from dpspan.model.networks import MLP
 from dpspan.public.patches import PublicLayer
 from experiments.images import Images
@@ -27,6 +26,14 @@ class PatchesModel(PatchesSection):
 
 
 AnyExperimentModel = Annotated[AnyModel | PatchesModel, Field(discriminator="name")]
+
+
+def drawn(section: AnyModel, data: Any, seed: int) -> nn.Module:
+    """The same network for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: nn.Module = section.draw(data)
+        return model
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpspan.app.config.section import Count, Positive, Section
-from dpspan.app.config.training import AffineSection
+from dpspan.app.config.training import RandomAffineSection
+from dpspan.app.section import Count, Positive, Section
 from dpspan.public.data import PublicData
 from experiments.data import inputs_like, labels, read
 
@@ -24,7 +24,7 @@ class Pretraining(Section):
     epochs: Count = 3
     batch_size: Count = 250
     learning_rate: Positive = 1e-3
-    augment: AffineSection | None = None
+    augment: RandomAffineSection | None = None
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ def pretrained(
 ) -> dict[str, Tensor]:
     """The weights after training a model for those classes on the samples."""
     images, targets = (part.to(device) for part in samples.batches[0][:2])
-    augment = section.augment.build() if section.augment else None
+    augment = section.augment.built() if section.augment else None
     torch.manual_seed(seed)
     model = model.to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=section.learning_rate)

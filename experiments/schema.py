@@ -11,7 +11,6 @@ from pydantic_core import PydanticCustomError
 
 from dpspan.app.config.methods import AnyMethod, MethodSection
 from dpspan.app.config.models import AnyModel
-from dpspan.app.config.section import Count, Numbers, Positive, Section, Share, Texts
 from dpspan.app.config.training import (
     AdamSection,
     AnySchedule,
@@ -20,6 +19,7 @@ from dpspan.app.config.training import (
     SgdSection,
     WarmStartSection,
 )
+from dpspan.app.section import Count, Numbers, Positive, Section, Share, Texts
 from experiments.data import AnyData
 from experiments.linear import ConvexSection
 from experiments.patches import AnyExperimentModel, PatchesModel

@@ -33,7 +33,7 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from dpspan.app.config.section import Count, Numbers, Section, Texts
+from dpspan.app.section import Count, Numbers, Section, Texts
 from dpspan.convex import (
     Envelope,
     FromNoisyGradients,

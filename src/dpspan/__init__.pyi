@@ -45,13 +45,13 @@ from .public.gradients import RandomLabels as RandomLabels
 from .public.gradients import RealLabels as RealLabels
 from .public.overlap import without_public as without_public
 from .public.patches import PatchFeatures as PatchFeatures
-from .public.second_phase import SecondPhase as SecondPhase
+from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
-from .subspaces.groups import by_stage as by_stage
 from .subspaces.solvers import Eigh as Eigh
 from .subspaces.solvers import Lanczos as Lanczos
 from .subspaces.solvers import PowerIteration as PowerIteration
 from .subspaces.sources import RandomSubspace as RandomSubspace
+from .subspaces.sources import by_stage as by_stage
 from .subspaces.subspace import Subspace as Subspace
 from .support.errors import BudgetExceeded as BudgetExceeded
 from .support.errors import CaptureError as CaptureError

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart, calibrate
 from dpspan.accounting.events import pure_event
-from dpspan.app.advice import Advice, Trial, advise, usual_contenders
+from dpspan.app.advice import Advice, Trial, advise, default_contenders
 from dpspan.app.advice.results import conclude
 from dpspan.app.advice.stand_in import public_of, rehearsal
 from dpspan.app.comparison import Contender, Task
@@ -153,8 +153,8 @@ class TestAdvise:
         ("wrong", "message"),
         [
             ({"folds": 2}, "folds to be an integer of at least 3, got 2"),
-            ({"rates": ()}, "learning rates > 0"),
-            ({"rates": (0.0,)}, "learning rates > 0"),
+            ({"rates": ()}, "at least 1 learning rate, got"),
+            ({"rates": (0.0,)}, r"every learning rate > 0 and finite, got 0\.0"),
             ({"records": 0}, "records to be an integer of at least 1"),
         ],
     )
@@ -162,12 +162,12 @@ class TestAdvise:
         with pytest.raises(ValueError, match=message):
             advise(task_of(blobs(40, 0)), [PLAIN], **({"records": 400} | wrong))
 
-    def test_usual_contenders(self) -> None:
-        names = [c.name for c in usual_contenders(task_of(blobs(100, 0)))]
+    def test_default_contenders(self) -> None:
+        names = [c.name for c in default_contenders(task_of(blobs(100, 0)))]
         assert "DP-SGD, clip 1" in names
         assert "GEP, rank 20, clips 1 and 0.2" in names
         assert "warm start + PDP-SGD, rank 50" in names
-        bare = [c.name for c in usual_contenders(task_of(None))]
+        bare = [c.name for c in default_contenders(task_of(None))]
         assert bare == ["DP-SGD, clip 1", "DP-SGD, clip 0.3", "RGP, rank 2"]
 
 

@@ -520,6 +520,17 @@ def test_a_folder_is_of_a_run_or_of_a_comparison(folder: Path) -> None:
     assert "is a run of a comparison, which leaves no config.yaml" in of_a_comparison
 
 
+@pytest.mark.slow
+def test_compare_and_advise_in_processes(folder: Path) -> None:
+    path = written(folder, **shared(folder))
+    result = as_json("compare", path, "--out", "out", "--seeds", 2, "--jobs", 2)
+    assert [len(row["results"]) for row in result["rows"]] == [2, 2, 2]
+    assert (folder / "out" / "c" / "seed-1" / "model.safetensors").exists()
+    training = {**settings(folder)["training"], "epochs": 1, "batch_size": 200}
+    path = written(folder, training=training, budget={"epsilon": 8.0, "delta": 1e-5})
+    assert as_json("advise", path, "--records", 400, "--folds", 3, "--jobs", 2)["trials"]
+
+
 def test_rows_that_would_share_a_folder(folder: Path) -> None:
     path = written(folder, "dp-sgd.yaml", **shared(folder), method={"name": "rgp", "rank": 2})
     refused = dpspan("compare", path, "--out", "out", code=1).stderr
@@ -556,8 +567,12 @@ def test_the_probe_network_can_be_trained(folder: Path) -> None:
     path = written(folder, model={"name": "probe"}, training={**shared(folder)["training"]})
     config = load_config(path)
     parts = make_parts(config)
-    first, again = (config.model.build(parts.private, seed=3).state_dict() for _ in range(2))
-    other = config.model.build(parts.private, seed=4).state_dict()
+
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        return config.model.draw(parts.private).state_dict()
+
+    first, again, other = drawn(3), drawn(3), drawn(4)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["layers.0.weight"], other["layers.0.weight"])
 
@@ -638,5 +653,5 @@ class TestDisks:
         refused = dpspan("report", folder / "run", "--out", folder / "file" / "r.html", code=1)
         assert refused.stderr.startswith("Error: Cannot write the report to ")
         assert "Choose a folder that can be written to" in refused.stderr
-        assert "which is none" in dpspan("report", folder / "file", code=1).stderr
+        assert "is not a folder" in dpspan("report", folder / "file", code=1).stderr
         assert "There is nothing at" in dpspan("report", folder / "nowhere", code=1).stderr

@@ -96,7 +96,7 @@ class TestAnAnswerWaitsForNothing:
         [
             (None, "Cannot read the configuration"),
             ("data: [1, 2", "This is not YAML"),
-            ("dat: {}", "Unknown key (did you mean data?)"),
+            ("dat: {}", "Unknown key (did you mean 'data'?)"),
         ],
     )
     def test_configurations(
@@ -179,11 +179,11 @@ class TestQuiet:
         def noisy(*_: object, **more: object) -> object:
             import warnings
 
-            from dpspan.app.run.training import Progress, Result
+            from dpspan.app.run import Progress, Result
 
             warnings.warn("dpspan: rank is reduced.", stacklevel=1)
-            step = {"step": 1, "steps": 1, "epsilon": 1.0, "metrics": None}
-            more["watch"](Progress(**step, epoch=0, epochs=1))
+            step = {"step": 1, "steps": 1, "epoch": 0, "epochs": 1, "epsilon": 1.0, "metrics": None}
+            more["watch"](Progress(**step))
             return Result(**step, folder=tmp_path, status="finished", delta=1e-5)
 
         monkeypatch.setattr("dpspan.app.run.train", noisy)

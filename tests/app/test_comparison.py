@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -29,14 +30,16 @@ from dpspan.app.comparison import (
     Row,
     Task,
     compare,
-    training,
     verdicts,
     with_baselines,
 )
 from dpspan.app.comparison.compare import folder_of
-from dpspan.app.comparison.verdicts import difference
+from dpspan.app.comparison.results import difference
 from dpspan.app.config.training import StepsSection
 from dpspan.app.run import RunFolder
+from dpspan.app.run.folder import locked as run_lock
+from dpspan.app.run.folder import read_lines
+from dpspan.app.run.training import Training
 from helpers.processes import CONTEXT
 
 COMPARE = sys.modules[folder_of.__module__]  # the package shows the function of that name
@@ -77,16 +80,23 @@ def task_of(**changes: Any) -> Task:
 PLAIN = Contender(name="DP-SGD", method=DPSGD(clip=1.0), learning_rate=0.5)
 
 
-def killed_at_the_first_model(task: Task, out: Path) -> None:
-    """A process of its own: it ends when the model is there and before the books say so."""
-    real = COMPARE.save_file
+def killed_when_written(task: Task, out: Path, writer: str) -> None:
+    """A process of its own: it ends when something is there and before the folder says so."""
+    real = getattr(RunFolder, writer)
 
-    def killed(*arguments: Any) -> None:
-        real(*arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killed(self: RunFolder, *arguments: Any) -> None:
+        real(self, *arguments)
+        if read(self.ledger)["steps"]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    COMPARE.save_file = killed  # type: ignore[attr-defined]
+    setattr(RunFolder, writer, killed)
     compare(task, [PLAIN], out=out, seeds=(0,))
+
+
+def trained(task: Task, contender: Contender, out: Path) -> RunFolder:
+    """One run, in its folder."""
+    COMPARE.train(task, contender, 0, RunFolder(out))
+    return RunFolder(out)
 
 
 def read(path: Path) -> Any:
@@ -121,7 +131,7 @@ def test_no_generator_is_left_at_the_seed_of_a_run(monkeypatch: pytest.MonkeyPat
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     before = torch.get_rng_state()
-    first, again = (training._new_model(task_of(), 3) for _ in range(2))
+    first, again = (task_of().new_model(3) for _ in range(2))
     assert seeded == []
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first.weight, again.weight)
@@ -177,7 +187,10 @@ class TestBaselines:
         [
             ({"method": DPSGD()}, "Expected a learning_rate for 'x'"),
             ({}, "Expected a method or a warm_start for 'x'"),
-            ({"method": DPSGD(), "learning_rate": -1.0}, "Expected learning_rate > 0, got -1.0"),
+            (
+                {"method": DPSGD(), "learning_rate": -1.0},
+                "learning_rate > 0 and finite, got -1.0",
+            ),
             ({"method": DPSGD(), "learning_rate": 1.0, "momentum": 1.0}, "momentum < 1, got 1.0"),
             (
                 {"method": DPSGD(), "learning_rate": 1.0, "momentum": 0.5, "optimizer": Adam},
@@ -209,12 +222,18 @@ class TestRuns:
         for row in comparison.rows:
             for result in row.results:
                 folder = tmp_path / result.folder
-                assert {path.name for path in folder.iterdir()} == {
+                assert {path.name for path in folder.glob("[!.]*")} == {
                     "run.json",
+                    "ledger.json",
                     "metrics.jsonl",
                     "certificate.json",
                     "model.safetensors",
+                    *(["checkpoint.safetensors"] if row.private else []),
                 }
+                facts = read(folder / "run.json")
+                assert (facts["format"], facts["version"]) == ("dpspan.run", 2)
+                assert (facts["seed"], facts["status"]) == (result.seed, "finished")
+                assert (facts["settings"]["warm_start"] is not None) == row.warm
                 certificate = read(folder / "certificate.json")
                 lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
                 assert certificate["private"] is True
@@ -226,7 +245,7 @@ class TestRuns:
                     assert result.epsilon == 0
                     assert certificate["events"] == []
                     assert certificate["public"][0]["count"] == 20
-        assert [path.name for path in tmp_path.rglob(".*")] == [".lock"]
+        assert {path.name for path in tmp_path.rglob(".*")} == {".lock"}
         again = Comparison.from_dict(read(tmp_path / "comparison.json"))
         assert again == comparison
 
@@ -250,8 +269,9 @@ class TestRuns:
             if len(done) == 2:
                 raise KeyboardInterrupt
             done.append(job[1].name)
-            return training.train(*job)
+            real(*job)
 
+        real = COMPARE.train
         monkeypatch.setattr(COMPARE, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compare(task, [PLAIN], out=tmp_path, seeds=(0,))
@@ -274,8 +294,9 @@ class TestRuns:
             if done:
                 raise KeyboardInterrupt
             done.append(job[2])
-            return training.train(*job)
+            real(*job)
 
+        real = COMPARE.train
         monkeypatch.setattr(COMPARE, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compare(task, [PLAIN], out=tmp_path, seeds=(0, 1, 2))
@@ -288,33 +309,59 @@ class TestRuns:
         def full(*_: Any) -> None:
             raise OSError("No space left on device")
 
-        with monkeypatch.context() as small:
-            small.setattr(COMPARE, "save_file", full)
-            with pytest.raises(OSError, match="No space left"):
-                compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
-        (left,) = (tmp_path / "dp-sgd").iterdir()
-        assert [path.name for path in left.iterdir()] == ["certificate.json"]
-        monkeypatch.setattr("dpspan.app.comparison.folder.write_certificate", full)
-        with pytest.raises(OSError, match="No space left"):
-            compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
-        assert list((tmp_path / "dp-sgd").iterdir()) == [left]  # nothing was written this time
-
-    def test_a_model_that_a_killed_process_left_is_paid_and_taken_away(
-        self, tmp_path: Path
-    ) -> None:
         task = task_of(public=None, accountant="rdp")
-        process = CONTEXT.Process(target=killed_at_the_first_model, args=(task, tmp_path))
+        with monkeypatch.context() as small:
+            small.setattr(RunFolder, "write_model", full)
+            with pytest.raises(OSError, match="No space left"):
+                compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        run = RunFolder(folder_of(tmp_path, "DP-SGD", 0))
+        assert read(run.ledger)["steps"] == 8
+        assert not run.finished
+        other = dataclasses.replace(PLAIN, learning_rate=0.7)
+        with pytest.raises(ValueError, match=r"learning_rate is 0\.5 there, 0\.7 here"):
+            compare(task, [other], out=tmp_path, seeds=(0,))
+        renamed = dataclasses.replace(other, name="other")
+        compare(task, [renamed], out=tmp_path, seeds=(0,))
+        whole = read(tmp_path / "certificate.json")
+        assert whole["steps"] == 16
+        assert any("a run was charged whose model is not here" in w for w in whole["warnings"])
+
+    @pytest.mark.parametrize("writer", ["write_model", "write_ledger", "append"])
+    def test_a_killed_run_goes_on_and_is_paid_once(self, tmp_path: Path, writer: str) -> None:
+        task = task_of(public=None, accountant="rdp", epochs=3)
+        arguments = (task, tmp_path, writer)
+        process = CONTEXT.Process(target=killed_when_written, args=arguments)
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+        run = RunFolder(folder_of(tmp_path, "DP-SGD", 0))
+        spent = read(run.ledger)["steps"]
+        assert spent == {"write_model": 12, "write_ledger": 4, "append": 4}[writer]
         comparison = compare(task, [PLAIN], out=tmp_path, seeds=(0,))
-        assert len(list(tmp_path.rglob("model.safetensors"))) == 1  # of the run that came after
         whole = read(tmp_path / "certificate.json")
-        assert whole["steps"] == 16  # two runs of 2 epochs of 4 steps
-        assert any("a run was charged whose model is not here" in w for w in whole["warnings"])
-        assert comparison.epsilon_together > comparison.row("DP-SGD").epsilon + 0.5
+        assert whole["steps"] == read(run.ledger)["steps"] == 12  # the budget is a hard stop
+        lost = 4 if writer == "write_ledger" else 0  # what came after it was not there
+        assert read_lines(run.metrics)[-1]["step"] == 12 - lost
+        assert read(run.run)["status"] == ("budget spent" if lost else "finished")
+        assert any("4 steps were charged" in w for w in whole["warnings"]) == bool(lost)
+        assert comparison.row("DP-SGD").epsilon <= BUDGET.epsilon
         assert compare(task, [PLAIN], out=tmp_path, seeds=(0,)) == comparison  # and no more
+
+    def test_a_run_that_released_nothing_may_change_its_settings(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task = task_of(public=None, accountant="rdp")
+
+        def mistaken(*_: Any) -> None:
+            raise RuntimeError("a mistake")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Training, "_piece", mistaken)
+            with pytest.raises(RuntimeError, match="a mistake"):
+                compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        other = dataclasses.replace(PLAIN, learning_rate=0.7)
+        compare(task, [other], out=tmp_path, seeds=(0,))
+        assert read(tmp_path / "certificate.json")["steps"] == 8
 
     def test_one_process_at_a_time(self, tmp_path: Path) -> None:
         with (
@@ -322,6 +369,18 @@ class TestRuns:
             pytest.raises(RuntimeError, match="Another process is training in"),
         ):
             compare(task_of(public=None), [PLAIN], out=tmp_path, seeds=(0,))
+
+    def test_a_worker_that_outlived_its_call_is_not_forgotten(self, tmp_path: Path) -> None:
+        """It would release more than the certificate of this call counts."""
+        task = task_of(public=None, accountant="rdp")
+        run = RunFolder(folder_of(tmp_path, "other", 0))
+        run.path.mkdir(parents=True)
+        run.write_facts(settings={"paid": None}, status=None)
+        refused = pytest.raises(RuntimeError, match=r"Another process is training in .*other")
+        with run_lock(run.path), refused:
+            compare(task, [PLAIN], out=tmp_path, seeds=(0,))
+        assert not (tmp_path / "certificate.json").exists()
+        compare(task, [PLAIN], out=tmp_path, seeds=(0,))
 
     @pytest.mark.parametrize("name", ["config.yaml", "checkpoint.safetensors", "model.safetensors"])
     def test_the_folder_of_a_run_is_left_alone(self, tmp_path: Path, name: str) -> None:
@@ -377,7 +436,9 @@ class TestRuns:
 
         with pytest.raises(ValueError, match="record 17 is broken"):
             compare(task_of(public=None, private=Broken()), [PLAIN], out=tmp_path, seeds=(0,))
-        assert not list(tmp_path.rglob("*.json"))
+        run = RunFolder(folder_of(tmp_path, "DP-SGD", 0))
+        assert not run.finished
+        assert read(run.ledger)["steps"] == 0
 
     def test_only_classifiers(self, tmp_path: Path) -> None:
         x, _ = blobs(60, 1)
@@ -442,19 +503,19 @@ def contender_with(optimizer: Any) -> Contender:
 
 
 class TestSteps:
-    def test_any_optimizer_and_schedule(self) -> None:
+    def test_any_optimizer_and_schedule(self, tmp_path: Path) -> None:
         adam = Watched(Adam)
-        outcome = training.train(task_of(public=None, accountant="rdp"), contender_with(adam), 0)
+        run = trained(task_of(public=None, accountant="rdp"), contender_with(adam), tmp_path)
         assert adam.rates == [0.1] * 4 + [0.05] * 4  # 2 epochs of 4 steps
-        assert outcome.certificate["steps"] == 8
+        assert read(run.certificate)["steps"] == 8
 
-    def test_rates_of_groups_keep_their_ratio(self) -> None:
+    def test_rates_of_groups_keep_their_ratio(self, tmp_path: Path) -> None:
         def grouped(parameters: Any, lr: float) -> Optimizer:
             first, *others = parameters
             return SGD([{"params": [first], "lr": 10 * lr}, {"params": others}], lr=lr)
 
         sgd, task = Watched(grouped), task_of(public=None, epochs=1, accountant="rdp")
-        training.train(task, contender_with(sgd), 0)
+        trained(task, contender_with(sgd), tmp_path)
         assert sgd.rates == [(1.0, 0.1)] * 2 + [(0.5, 0.05)] * 2
 
     def test_they_tell_runs_apart(self) -> None:
@@ -479,15 +540,15 @@ class TestSteps:
         assert described() == described()
         assert len(set(described())) == len(changes)
 
-    def test_a_batch_in_pieces_is_one_step(self) -> None:
+    def test_a_batch_in_pieces_is_one_step(self, tmp_path: Path) -> None:
         adam = Watched(Adam)
         task = task_of(public=None, epochs=1, physical_batch_size=7, accountant="rdp")
-        outcome = training.train(task, contender_with(adam), 0)
-        assert outcome.certificate["steps"] == outcome.metrics[-1]["step"] == 4
+        run = trained(task, contender_with(adam), tmp_path)
+        assert read(run.certificate)["steps"] == read_lines(run.metrics)[-1]["step"] == 4
         assert adam.calls > 4
         assert adam.rates == [0.1, 0.1, 0.05, 0.05]
 
-    def test_no_private_record_meets_weights_that_diverged(self) -> None:
+    def test_no_private_record_meets_weights_that_diverged(self, tmp_path: Path) -> None:
         met: list[float] = []
 
         def note(layer: nn.Module, _: Any) -> None:
@@ -500,14 +561,14 @@ class TestSteps:
             return layer
 
         wild = Contender(name="a", method=DPSGD(), learning_rate=1e12)
-        outcome = training.train(task_of(public=None, model=watched, accountant="rdp"), wild, 0)
-        assert outcome.certificate["steps"] == 1
+        run = trained(task_of(public=None, model=watched, accountant="rdp"), wild, tmp_path)
+        assert read(run.certificate)["steps"] == 1
         assert max(met) < 1e6
-        assert outcome.diverged is not None
+        assert read(run.run)["diverged"] is not None
 
-    def test_models_are_trained_where_they_are_told_to(self) -> None:
+    def test_models_are_trained_where_they_are_told_to(self, tmp_path: Path) -> None:
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-            training.train(task_of(public=None, device="meta"), PLAIN, 0)
+            trained(task_of(public=None, device="meta"), PLAIN, tmp_path)
 
 
 class TestPrice:
@@ -591,7 +652,7 @@ class TestPrice:
         self, compared: tuple[Path, Comparison]
     ) -> None:
         # The earlier release and the steps are one merged event: only the shared part is left out.
-        spent = read(folder_of(compared[0], "DP-SGD", 0) / "certificate.json")
+        spent = read(folder_of(compared[0], "DP-SGD", 0) / "ledger.json")
         ledger = Ledger()
         (entry,) = spent["events"]
         ledger.charge(event_from_json(entry["event"]), 3)

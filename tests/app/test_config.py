@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+import dpspan
 from dpspan.app.config import Config, ConfigError, load_config, parse_config
-from dpspan.app.config.training import ConstantSection, CosineSection, StepsSection
+from dpspan.app.config.methods import _RULES, AnyMethod
+from dpspan.app.config.models import PatchesSection
+from dpspan.app.config.training import (
+    AnyTrainable,
+    ConstantSection,
+    CosineSection,
+    StepsSection,
+)
+from dpspan.app.section import BuiltSection
 
 GOOD = """\
 data:
@@ -64,12 +77,12 @@ BAD = {
     "unknown key": (
         "rank: 16",
         "rnak: 16",
-        "12: method.*: Unknown key (did you mean rank?). Allowed here: clip",
+        "12: method.*: Unknown key (did you mean 'rank'?). Allowed here: clip",
     ),
     "unknown section": (
         "output:",
         "outputs:",
-        "18: *: Unknown key (did you mean output?)",
+        "18: *: Unknown key (did you mean 'output'?)",
     ),
     "wrong type": (
         "rank: 16",
@@ -218,3 +231,38 @@ def test_schedules() -> None:
     assert rising == pytest.approx([1 / 3, 2 / 3, 1, 0.5])
     steps = [StepsSection().factor(step, 8) for step in range(8)]
     assert steps == pytest.approx([1] * 4 + [0.1] * 2 + [0.01] * 2)
+
+
+def built_sections(base: type[BuiltSection] = BuiltSection) -> Iterator[type[BuiltSection]]:
+    for section in base.__subclasses__():
+        if hasattr(dpspan, section.__name__.removesuffix("Section")):
+            yield section
+        yield from built_sections(section)
+
+
+@pytest.mark.parametrize("section", list(built_sections()), ids=lambda section: section.__name__)
+def test_sections_have_the_keys_and_defaults_of_what_they_build(
+    section: type[BuiltSection],
+) -> None:
+    own = {"name", "public", "random_subspace", "private_share", "clip"}  # of the file alone
+    built = getattr(dpspan, section.__name__.removesuffix("Section"))
+    original = {field.name: field for field in fields(built)}
+    for key, field in section.model_fields.items():
+        if key in ("clipping", "solver"):
+            rule: Any = original[key].default_factory
+            assert rule.__name__ == _RULES[field.default]
+        elif key not in own and not field.is_required():
+            assert field.default == original[key].default, key
+
+
+def test_every_alternative_is_built_by_its_name() -> None:
+    names = {section.__name__ for section in built_sections()}
+    unions = (get_args(get_args(union)[0]) for union in (AnyMethod, AnyTrainable))
+    assert {section.__name__ for union in unions for section in union} <= names
+
+
+def test_features_have_the_defaults_of_the_layer() -> None:
+    original = inspect.signature(dpspan.PatchFeatures.learn).parameters
+    for key, field in PatchesSection.model_fields.items():
+        if key not in ("name", "public"):
+            assert field.default == original[key].default, key

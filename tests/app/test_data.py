@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,9 @@ def test_names_of_classes(tmp_path: Path) -> None:
         load(Npz(path=path), classes=10)
     with pytest.raises(ValueError, match=r"images of one size .* Set `size: \[height, width\]`"):
         load(ImageFolder(path=images(tmp_path, (2, 2), (3, 2))), classes=2)
+
+
+@pytest.mark.parametrize("room", ["config", "data", "report", "cli"])
+def test_every_part_can_be_imported_first(room: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", f"import dpspan.app.{room}"], check=False)
+    assert ran.returncode == 0

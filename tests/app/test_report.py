@@ -25,8 +25,8 @@ from dpspan.accounting.events import event_from_json, pure_event, step_event
 from dpspan.app.comparison import Contender, Task, compare
 from dpspan.app.report import render
 from dpspan.app.report.reading import read, without_unprivate
+from dpspan.app.report.rendering import best_guess, detection, in_words
 from dpspan.app.report.total import Total
-from dpspan.app.report.wording import best_guess, detection, in_words
 from helpers.needs import extra, missing
 
 EVIL = "<script>alert('x')</script> & \"co\""
@@ -370,9 +370,9 @@ class TestAlarms:
     @pytest.mark.parametrize(
         ("prepare", "message"),
         [
-            (lambda f: None, "which is none"),
+            (lambda f: None, "is not a folder"),
             (lambda f: f.mkdir(), r"has no certificate\.json .* Is the run finished\?"),
-            (lambda f: _write(f, "{"), "it is no valid JSON"),
+            (lambda f: _write(f, "{"), "it is not valid JSON"),
             (lambda f: _write(f, "{}"), "Expected a certificate of dpspan"),
             (
                 lambda f: _write(f, '{"format": "dpspan.certificate", "version": 99}'),

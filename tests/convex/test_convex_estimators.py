@@ -173,6 +173,14 @@ def test_the_certificate_is_a_document(fitted, tmp_path) -> None:
     assert pickle.loads(pickle.dumps(fitted)).certificate_ == fitted.certificate_
 
 
+def test_a_model_that_0_1_has_pickled_is_read(fitted) -> None:
+    stored = pickle.dumps(fitted, protocol=0)  # where names end with their line
+    stored = stored.replace(b"convex.estimators\n", b"convex.logistic_regression\n")
+    with pytest.warns(DeprecationWarning, match=r"has moved to dpspan\.convex\.estimators"):
+        read = pickle.loads(stored)
+    np.testing.assert_array_equal(read.coef_, fitted.coef_)
+
+
 def test_what_is_stated_in_advance_is_no_warning() -> None:
     x, y = table(300)
     model = PrivateLogisticRegression(classes=[0, 1], records=250, **QUICK).fit(x, y)
@@ -507,6 +515,12 @@ def test_refused_losses_and_bounds() -> None:
         PrivateLinearRegression(loss="absolute", **QUICK).fit(x, y)
     with pytest.raises(ValueError, match="finite target_bounds, low < high"):
         PrivateLinearRegression(target_bounds=(1, 1), **QUICK).fit(x, y)
+    bad: Any
+    for bad in (5, (1, 2, 3), "12"):
+        with pytest.raises(ValueError, match=r"target_bounds to be None or \(low, high\)"):
+            PrivateLinearRegression(target_bounds=bad, **QUICK).fit(x, y)
+    with pytest.raises(ValueError, match="a target bound to be a number"):
+        PrivateLinearRegression(target_bounds=(math.nan, 1.0), **QUICK).fit(x, y)
     with pytest.raises(ValueError, match="0 <= width <= 2"):
         PrivateLinearSVC(smoothing=3, **QUICK).fit(x, y)
 

@@ -38,6 +38,7 @@ from dpspan.mechanisms.noise import Noise
 from dpspan.model.per_sample import recorded
 from helpers.oracle import gep, pdpsgd, per_sample_matrix, top_directions
 from helpers.subspaces import stepped, summed
+from helpers.traces import traces
 from helpers.training import N, data, network, setup, train, weights
 
 F64 = torch.float64
@@ -369,7 +370,7 @@ def test_overlap_is_refused_and_nothing_recorded(use: str) -> None:
     fresh = PrivacyEngine().ledger.state_dict() | {"saved_by": state["saved_by"]}
     assert state == fresh  # neither data nor warnings nor steps
     assert torch.equal(weights(model), before)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not traces(model)
     # The same model and engine go on with other public data.
     _, model, optimizer, loader = precise(engine=engine, module=model, method=METHODS["GEP"]())
     train(model, optimizer, loader)
@@ -626,7 +627,7 @@ def test_buffers_and_modes_are_left_alone() -> None:
         assert torch.equal(model.shift, torch.full((6,), 0.125, dtype=F64))
         counted[name] = int(model.calls)
         engine.detach()
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert not traces(model)
     assert len(set(counted.values())) == 1
 
 
@@ -735,7 +736,7 @@ def test_a_run_that_stops_there_has_cost_nothing() -> None:
     engine.detach()
     assert engine.ledger.steps == 0
     assert engine.get_epsilon(1e-5) == 0
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not traces(model)
 
 
 def test_public_inputs_that_do_not_fit_are_refused_before_training() -> None:

@@ -6,16 +6,19 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dpspan import Capture, CaptureError, per_sample_gradients
 from helpers.oracle import per_sample_matrix
 from helpers.problems import PROBLEMS, loss_per_sample, make
+from helpers.traces import traces
 
 
 class Functional(nn.Module):
@@ -208,6 +211,82 @@ def test_parameter_unfrozen_later_is_refused() -> None:
             capture.collect()
 
 
+def test_parameter_registered_later_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    with Capture(model) as capture:
+        model[0].bias = nn.Parameter(torch.zeros(4))
+        capture.expect(3)
+        with pytest.raises(CaptureError, match=r"Parameter '0\.bias' became trainable after"):
+            loss_per_sample(model, torch.randn(3, 4)).sum().backward()
+
+
+def test_module_replaced_later_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with Capture(model) as capture:
+        model[1] = nn.Linear(4, 4)
+        capture.expect(3)
+        model[1](model[0](torch.randn(3, 4))).sum().backward()
+        with pytest.raises(CaptureError, match=r"Parameter '1\.weight' belongs to another module"):
+            capture.collect()
+
+
+def test_parameter_tied_later_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with Capture(model) as capture:
+        model[1].weight = model[0].weight
+        capture.expect(3)
+        loss_per_sample(model, torch.randn(3, 4)).sum().backward()
+        with pytest.raises(
+            CaptureError, match=r"Parameter '1\.weight' belongs to another module, or is shared"
+        ):
+            capture.collect()
+
+
+def test_parameter_replaced_later_keeps_its_name() -> None:
+    model, x = make("mlp")
+    with Capture(model) as capture:
+        model[0].weight = nn.Parameter(2 * model[0].weight.detach())
+        capture.expect(len(x))
+        loss_per_sample(model, x).sum().backward()
+        J = capture.collect()
+        model[0].weight = nn.Parameter(2 * model[0].weight.detach())
+        capture.expect(len(x))
+        with pytest.raises(CaptureError, match=r"Parameter '0\.weight' takes part in the loss"):
+            (loss_per_sample(model, x).sum() + model[0].weight.sum()).backward()
+    model[0].weight = nn.Parameter(model[0].weight.detach() / 2)
+    assert torch.allclose(J.matrix(), per_sample_matrix(model, loss_per_sample, x))
+    assert not model[0].weight._backward_hooks
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied embedding", "reused linear"])
+def test_parameters_of_a_sharded_model_are_recorded(name: str, one_process: None) -> None:
+    """fully_shard exchanges the parameters for others while a layer runs."""
+    model, x = make(name)
+    expected = per_sample_matrix(model, loss_per_sample, x)
+    for layer in () if name == "tied embedding" else model.children():
+        fully_shard(layer)
+    fully_shard(model)
+    J = per_sample_gradients(model, loss_per_sample, x)
+    assert type(J.like) is Tensor
+    assert torch.allclose(J.norms(), expected.norm(dim=1))
+    assert torch.allclose(J.matrix(), expected)
+
+
+@pytest.mark.parametrize("also_call", [True, False])
+def test_functional_use_in_a_sharded_model_is_named(also_call: bool, one_process: None) -> None:
+    model = Functional(also_call=also_call)
+    fully_shard(model)
+    with pytest.raises(CaptureError, match=r"Parameter 'second.weight' takes part in the loss"):
+        per_sample_gradients(model, loss_per_sample, torch.randn(3, 4))
+
+
 def test_parameter_frozen_later_leaves_the_gradients() -> None:
     model, x = make("mlp")
     with Capture(model) as capture:
@@ -341,6 +420,15 @@ def test_hooks_on_a_module_without_a_rule_run_once() -> None:
     model[0].register_forward_hook(lambda module, args, output: 2 * output)
     model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     check(model, torch.randn(5, 5))
+
+
+def test_a_refused_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpspan.gradients.capture.is_of_opacus", lambda _: True)
+    model = make("custom module inside")[0]
+    with pytest.raises(CaptureError, match="is Opacus'"):
+        Capture(model)
+    assert not traces(model)
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_lists_of_parameters_belong_to_their_holder() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dpspan.gradients.layers.linear import Outer
-from dpspan.gradients.numerics import Arithmetic, exact, squared_norms
+from dpspan.gradients.numerics import Arithmetic, plain_arithmetic, squared_norms
 from dpspan.gradients.operator import PerSampleGradients
 
 
@@ -54,7 +54,7 @@ def test_exact_switches_autograd_and_autocast_off() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
-        with exact():
+        with plain_arithmetic():
             product = x @ x
         assert product.dtype == torch.float32
         assert not product.requires_grad

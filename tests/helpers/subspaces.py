@@ -14,8 +14,8 @@ from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import GEP, PDPSGD, BiasedGEP, Setting
 from dpspan.mechanisms.base import EMBEDDING
 from dpspan.mechanisms.noise import Noise
-from dpspan.subspaces.groups import Groups, Span, grouped, ranks
 from dpspan.subspaces.solvers import Eigh, Solver
+from dpspan.subspaces.sources import GroupedSubspace, Groups, grouped, ranks
 from dpspan.subspaces.subspace import Subspace
 
 SETTING = Setting(model=nn.Linear(1, 1))
@@ -46,16 +46,16 @@ class GivenSpan:
 
     def __init__(self, h: PerSampleGradients, rank: int, groups: Groups, solver: Solver) -> None:
         self.h, self.rank, self.groups, self.solver = h, rank, groups, solver
-        self.made: list[Span] = []
+        self.made: list[GroupedSubspace] = []
 
-    def span(self, refresh: int, *, products: float, capture: Any = None) -> Span:
+    def span(self, refresh: int, *, products: float, capture: Any = None) -> GroupedSubspace:
         groups = grouped(self.h.shapes, self.groups)
         sizes = ranks(self.h.shapes, groups, self.rank)
         parts = {
             names: Subspace.from_gradients(self.h.select(names), rank, solver=self.solver)
             for names, rank in zip(groups, sizes, strict=True)
         }
-        self.made.append(Span(parts))
+        self.made.append(GroupedSubspace(parts))
         return self.made[-1]
 
 

@@ -18,7 +18,7 @@ from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import EMBEDDING
 from dpspan.mechanisms.noise import Noise
-from dpspan.subspaces.groups import by_stage, grouped, ranks
+from dpspan.subspaces.sources import by_stage, grouped, ranks
 from helpers.oracle import block_basis, clip_rows, gep
 from helpers.subspaces import (
     METHODS,

@@ -39,6 +39,7 @@ from dpspan.mechanisms import Setting
 from dpspan.mechanisms.noise import Noise
 from helpers.oracle import clip_rows, per_sample_matrix
 from helpers.subspaces import stepped, summed
+from helpers.traces import traces
 from helpers.training import N, data, network, setup, train, weights
 
 F64 = torch.float64
@@ -596,7 +597,7 @@ def test_public_samples_leave_no_trace_in_the_model() -> None:
         counted.append(int(buffer))
         states.append(torch.get_rng_state())
         engine.detach()
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert not traces(model)
     assert counted[0] == counted[1]
     assert torch.equal(*states)  # torch's own generator was left alone
 

@@ -20,7 +20,7 @@ from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.base import EMBEDDING
 from dpspan.mechanisms.noise import Noise
-from dpspan.subspaces.groups import Span, ranks
+from dpspan.subspaces.sources import GroupedSubspace, ranks
 from helpers.oracle import block_basis, clip_rows, pdpsgd, per_sample_matrix, top_directions
 from helpers.subspaces import METHODS, flat, given, rows, stepped, summed, un_noised
 
@@ -242,7 +242,7 @@ def stretched(mechanism: Any, factor: float | Tensor) -> Any:
     """The mechanism with a basis of `factor` times its length, or mixed by a matrix."""
     orthonormal = mechanism.source.span
 
-    def span(refresh: int, **how: int) -> Span:
+    def span(refresh: int, **how: int) -> GroupedSubspace:
         made = orthonormal(refresh, **how)
         for part in made.parts.values():
             c = part.coefficients

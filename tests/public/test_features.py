@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dpspan.app.cli.app import app
-from dpspan.app.config.features import PatchesSection
+from dpspan.app.config.models import PatchesSection
 from dpspan.app.run import Progress, RunFolder, train
 from dpspan.app.run.run_inputs import make_parts
 from dpspan.public.patches import PatchFeatures
@@ -106,7 +106,7 @@ def test_another_layer_is_another_run(folder: Path) -> None:
     chosen = config(folder, features=PATCHES, budget=NOISY)
     train(chosen, stop=lambda: True)
     other = config(folder, features={**PATCHES, "filters": 21}, budget=NOISY)
-    with pytest.raises(ValueError, match="`features` is not as it was"):
+    with pytest.raises(ValueError, match="other settings than the section `features`"):
         train(other, resume=True)
     run, public = RunFolder(folder / "run"), make_parts(config(folder, budget=NOISY)).public
     PatchesSection(**{**PATCHES, "power": 0.9}).learn(public["optin"], seed=0, device="cpu").save(

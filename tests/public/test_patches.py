@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import dpspan
-from dpspan.public import patch_filters, patches
-from dpspan.public.patch_filters import PatchResponses, _centres
-from dpspan.public.patches import PatchFeatures, _directions
+from dpspan.public import encoding, patches
+from dpspan.public.patches import PatchFeatures, PatchResponses, _centres, _directions
 
 
 def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
@@ -97,7 +96,7 @@ def test_a_mirror_image_has_the_same_features() -> None:
 def test_an_image_does_not_see_the_others(
     learnt: PatchFeatures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patch_filters, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
+    monkeypatch.setattr(patches, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
     seen = images(130, seed=2)
     alone = torch.cat([learnt(image[None]) for image in seen])
     assert torch.allclose(learnt(seen), alone, atol=1e-4)
@@ -294,9 +293,13 @@ class TestFiles:
 
 
 class TestEncode:
+    @pytest.fixture(autouse=True)
+    def several_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(encoding, "_AT_ONCE", 10)
+
     def test_is_what_the_layer_makes_of_each_record(self, learnt: PatchFeatures) -> None:
         private = TensorDataset(images(23, seed=3), torch.arange(23))
-        encoded = dpspan.encode(learnt, private, batch_size=10, progress=False)
+        encoded = dpspan.encode(learnt, private, progress=False)
         inputs, labels = encoded.tensors
         assert torch.allclose(inputs, learnt(private.tensors[0]), atol=1e-4)
         assert torch.equal(labels, torch.arange(23))
@@ -306,7 +309,7 @@ class TestEncode:
 
         def features(count: int) -> Tensor:
             private = TensorDataset(seen[:count], torch.arange(count))
-            inputs: Tensor = dpspan.encode(learnt, private, batch_size=10).tensors[0]
+            inputs: Tensor = dpspan.encode(learnt, private).tensors[0]
             return inputs
 
         whole = features(23)
@@ -340,7 +343,7 @@ class TestEncode:
         }
         assert digests["scans"] == dpspan.PublicData.of(public).digest
         public[4] = private[9]
-        leaked = dpspan.encode_public(learnt, public, batch_size=7)
+        leaked = dpspan.encode_public(learnt, public)
         with pytest.raises(ValueError, match="1 of the 30 samples"):
             behind(encoded, dpspan.GEP(public=leaked, rank=3))
         with pytest.raises(ValueError, match=r"use dpspan\.encode_public"):
@@ -348,7 +351,7 @@ class TestEncode:
 
     def test_labels_go_with_public_data(self, learnt: PatchFeatures) -> None:
         labels = torch.arange(30)
-        seen = dpspan.encode_public(learnt, (images(30, seed=6), labels), batch_size=8)
+        seen = dpspan.encode_public(learnt, (images(30, seed=6), labels))
         assert torch.equal(seen.batches[0][1], labels)
         assert len(seen.raw) == 30
 
@@ -424,7 +427,7 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),
         (torch.rand(20, 3, 14, 14), {"power": 0.0}, "0 < power <= 1"),
         (torch.rand(20, 3, 14, 14), {"threshold": -1.0}, "0 <= threshold"),
-        (torch.rand(20, 3, 14, 14), {"seed": -1}, "seed a whole number"),
+        (torch.rand(20, 3, 14, 14), {"seed": -1}, "seed to be an integer"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused(

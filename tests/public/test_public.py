@@ -294,8 +294,8 @@ def test_some_of_the_samples(kind: type[Samples]) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (Stream(), r"The dataset \(Stream\) is an IterableDataset: give a DataLoader"),
-        (NoLength(), r"The dataset \(NoLength\) has no length: give a map-style"),
+        (Stream(), r"The dataset \(Stream\) is an IterableDataset.*: give .* a DataLoader"),
+        (NoLength(), r"The dataset \(NoLength\) .* has no length: give a map-style"),
         (X.numpy(), "Cannot read samples from a ndarray: give a map-style torch Dataset"),
         ("public.csv", "Cannot read samples from a str"),
         (None, "Cannot read samples from a NoneType"),

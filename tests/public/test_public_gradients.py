@@ -16,12 +16,13 @@ import dpspan
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import (
     Labels,
-    PublicGradients,
+    PublicGradientSource,
     RandomLabels,
     RealLabels,
     labels_of,
 )
 from helpers.oracle import per_sample_matrix
+from helpers.traces import traces
 from helpers.training import network, setup, train
 
 N = 11
@@ -53,8 +54,8 @@ def public_gradients(
     samples: int = 100,
     piece: int | None = None,
     seed: int = 0,
-) -> PublicGradients:
-    return PublicGradients(
+) -> PublicGradientSource:
+    return PublicGradientSource(
         model=model,
         data=PublicData.of(source),
         labels=labels_of(labels),
@@ -301,7 +302,7 @@ def test_a_fresh_subset_at_every_refresh() -> None:
     H = public_gradients(model, x, loss=loss, samples=15, piece=4)
     assert (H.count, H.fixed, H.data.count) == (15, False, 40)
 
-    def subset(gradients: PublicGradients, refresh: int) -> tuple[float, ...]:
+    def subset(gradients: PublicGradientSource, refresh: int) -> tuple[float, ...]:
         seen.clear()
         assert gradients(refresh).samples == 15
         assert [len(part) for part in seen] == [4, 4, 4, 3]
@@ -375,8 +376,7 @@ def test_the_model_is_as_it_was(training: bool) -> None:
         assert b is buffers[name][0]
         assert b._version == buffers[name][1]
         assert torch.equal(b, buffers[name][2])
-    assert not model._forward_hooks
-    assert not model[2][0]._forward_hooks
+    assert not traces(model)
 
 
 def test_the_data_are_left_alone() -> None:
@@ -458,7 +458,7 @@ class Wrapper(OwnLoss):
 def test_a_loss_is_needed() -> None:
     data = PublicData.of(inputs(4))
     with pytest.raises(ValueError, match=r"GEP and PDPSGD need .*criterion=.*or public_loss="):
-        PublicGradients(
+        PublicGradientSource(
             model=mlp(),
             data=data,
             labels=RandomLabels(),

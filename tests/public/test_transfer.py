@@ -425,16 +425,6 @@ def test_it_trains_under_no_grad_too() -> None:
 # -- what it says ---------------------------------------------------------------------------------
 
 
-def test_progress_shows_the_held_out_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    start = WarmStart(data=data(), max_epochs=2)
-    start.run(network(), CRITERION)
-    assert capsys.readouterr().out == ""
-    result = start.run(network(), CRITERION, progress=True)
-    shown = capsys.readouterr().out
-    assert f"held-out loss {result.history[-1]:.4f}" in shown
-    assert "2/2" in shown
-
-
 def test_descriptions_are_plain_data() -> None:
     start = WarmStart(data=data(), max_epochs=2, loss=cross_entropy)
     described = json.loads(json.dumps(start.describe()))
@@ -447,10 +437,6 @@ def test_descriptions_are_plain_data() -> None:
     assert WarmStart(data=data(), loss=Calls()).describe()["loss"] == "Calls"
     augment = RandomAffine(degrees=5.0)
     assert WarmStart(data=data(), augment=augment).describe()["augment"] == repr(augment)
-    result = start.run(network(), None)
-    described = json.loads(json.dumps(result.describe()))
-    assert described["history"] == list(result.history)
-    assert described["epochs"] == result.epochs
 
 
 @pytest.mark.parametrize(

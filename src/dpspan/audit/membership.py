@@ -8,7 +8,7 @@ samples and the attack is evaluated on the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
@@ -24,15 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.public.data import Array, move, read
-from dpspan.public.losses import SampleCriterion
+from dpspan.public.losses import SampleCriterion, SampleLosses, check_one_each
 from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.left_as_found import left_as_found
 
 FEWEST = 20  # of each kind
 FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one
-
-# loss(model, inputs, labels): one loss per sample
-SampleLosses = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +218,7 @@ def _losses(
     for inputs, labels in _batches(name, source, batch_size):
         samples = len(tree_leaves(inputs)[0])
         losses = losses_of(model, move(inputs, device), move(labels, device))
-        if not isinstance(losses, Tensor) or losses.shape != (samples,):
-            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"Expected loss to return one loss per sample, shape ({samples},), got {got}. "
-                "Use reduction='none' and average over what is left."
-            )
-        pieces.append(losses.double().cpu().numpy())
+        pieces.append(check_one_each(losses, samples).double().cpu().numpy())
     found = np.concatenate(pieces)
     if len(found) < FEWEST:
         raise ValueError(

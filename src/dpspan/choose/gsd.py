@@ -23,7 +23,7 @@ from dpspan.choose.subspaces import (
     sample_gradients,
 )
 from dpspan.gradients.layers.terms import Rows
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
@@ -97,7 +97,7 @@ def unprivate_captured_energy(
     return energies(gradients_of(private, own_labels=True), [subspace])[:, 0]
 
 
-@exact()
+@plain_arithmetic()
 def subspace_distance(first: Subspace, second: Subspace) -> float:
     """√(1 − Σ cos²θ / k) of two subspaces of the same rank k with their bases written out.
 

@@ -29,7 +29,7 @@ from dpspan.choose.subspaces import (
     sample_gradients,
 )
 from dpspan.gradients.layers.pairs import line_blocks
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
@@ -168,7 +168,7 @@ def rank_public(
 # not have labels of the private task.
 
 
-@exact()
+@plain_arithmetic()
 def fisher_embedding(gradients: PerSampleGradients) -> Tensor:
     """F, one number per output neuron or channel of each parameter, float64."""
     means = []

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from dpspan.gradients.capture import captures_on
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
-from dpspan.public.data import Samples, move
-from dpspan.public.gradients import PublicPiece, RandomLabels, RealLabels, losses_by
+from dpspan.public.data import Samples
+from dpspan.public.gradients import Piece, RandomLabels, RealLabels, losses_by
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_seed
 from dpspan.support.randomness import seeded
@@ -85,17 +85,14 @@ def sample_gradients(
     model = copy.deepcopy(model)  # so that nothing that these samples leave in it reaches others
     device = next(model.parameters()).device
 
-    def gradients(part: PublicPiece) -> PerSampleGradients:
+    def gradients(part: Piece) -> PerSampleGradients:
         return per_sample_gradients(
             model, lambda model, _: losses(model, part), part.inputs, check=False
         )
 
     with torch.enable_grad(), seeded(seed):
         return PerSampleGradients.concatenate(
-            [
-                gradients(PublicPiece(0, indices, *move(given, device)))
-                for indices, *given in data.pieces(piece)
-            ]
+            [gradients(Piece(0, *part)) for part in data.pieces(piece, device=device)]
         )
 
 
@@ -147,7 +144,7 @@ def principal_subspace(
     return subspace.explicit()
 
 
-@exact()
+@plain_arithmetic()
 def energies(gradients: PerSampleGradients, subspaces: Sequence[Subspace]) -> Tensor:
     """Captured energy: s_ij = ‖V_jᵀ g_i‖² / ‖g_i‖² of gradient i in subspace j, float64.
 

@@ -115,9 +115,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         self._declare(ledger, divisor, task, public)
         weights = method.minimise(fit).reshape(side.outputs, rows.width)
         coef, constant = np.split(weights, [x.shape[1]], axis=1)  # one column, or none
-        self.preparation_ = preparation
-        self.epsilon_ = ledger.epsilon(self.delta)
-        self.certificate_ = self._certificate(fit, method, scaling)
+        epsilon, document = ledger.epsilon(self.delta), self._certificate(fit, method, scaling)
+        self.preparation_, self.epsilon_, self.certificate_ = preparation, epsilon, document
         for name, value in task.fitted(coef, constant.sum(1)).items():
             setattr(self, name, value)
         return self
@@ -398,7 +397,9 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         expect(known, f"loss to be one of {list(LOSSES)}, Squared() or Huber(...)", self.loss)
         middle, half = 0.0, 1.0
         if self.target_bounds is not None:
-            low, high = (float(bound) for bound in self.target_bounds)
+            pair = np.shape(self.target_bounds) == (2,)
+            expect(pair, "target_bounds to be None or (low, high)", self.target_bounds)
+            low, high = (check_number("a target bound", bound) for bound in self.target_bounds)
             expect(-np.inf < low < high < np.inf, "finite target_bounds, low < high", (low, high))
             middle, half = (low + high) / 2, (high - low) / 2
 

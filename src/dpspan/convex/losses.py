@@ -92,6 +92,5 @@ Loss: TypeAlias = Logistic | SmoothedHinge | Squared | Huber
 
 def one_hot(codes: NDArray[np.intp], classes: int, *, low: float) -> Array:
     """Class codes as targets: 1 for the class, `low` for the others; two classes in one column."""
-    if classes == 2:
-        return np.where(codes == 1, 1.0, low)[:, None]
-    return np.where(codes[:, None] == np.arange(classes), 1.0, low)
+    targets = np.where(codes[:, None] == np.arange(classes), 1.0, low)
+    return targets[:, 1:] if classes == 2 else targets

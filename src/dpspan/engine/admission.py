@@ -17,8 +17,7 @@ from dpspan.mechanisms.base import Mechanism, Method
 from dpspan.model.criterion import check_criterion
 from dpspan.model.validation import refuse_wrappers, validate
 from dpspan.public.data import PublicData
-from dpspan.public.encoded import encodings
-from dpspan.public.overlap import refuse_overlap
+from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.patches import PublicLayer
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.processes import refuse_several_processes

@@ -23,7 +23,7 @@ from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.plan import Plan, plan_noise, plan_run, plan_sampling
 from dpspan.engine.private_step import PrivateStep
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.mechanisms import DPSGD, Mechanism, Method, Setting
+from dpspan.mechanisms import DPSGD, Mechanism, Method
 from dpspan.mechanisms.noise import Noise
 from dpspan.support.errors import CaptureError
 
@@ -157,14 +157,7 @@ class PrivacyEngine:
             accountant=self.ledger.accountant,
         )
         check_parts(module, optimizer, criterion, loss_reduction)
-        setting = Setting(
-            model=module,
-            criterion=criterion,
-            steps_per_epoch=plan.sampling.steps_per_epoch,
-            expected_batch_size=plan.expected_batch_size,
-            max_physical_batch_size=max_physical_batch_size,
-            warn=self._warn,
-        )
+        setting = plan.setting(module, criterion, max_physical_batch_size, self._warn)
         mechanism = plan.method.bind(setting)
         loader = PrivateLoader.from_data_loader(
             data_loader,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import Budget, account
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of, sample_rate_of
-from dpspan.mechanisms.base import Method
+from dpspan.mechanisms.base import Method, Setting
 from dpspan.support.checks import check_count, expect
 
 _RECORDS_TOLD = (
@@ -65,6 +66,23 @@ class Plan:
     def event(self) -> DpEvent:
         """What is charged before a release: one step, or an epoch of a partition."""
         return self.sampling.event(self.noise_multiplier)
+
+    def setting(
+        self,
+        model: nn.Module,
+        criterion: nn.Module | None,
+        max_physical_batch_size: int | None,
+        warn: Callable[[str], None],
+    ) -> Setting:
+        """What the method gets to know of the run."""
+        return Setting(
+            model=model,
+            criterion=criterion,
+            steps_per_epoch=self.sampling.steps_per_epoch,
+            expected_batch_size=self.expected_batch_size,
+            max_physical_batch_size=max_physical_batch_size,
+            warn=warn,
+        )
 
     def epsilon(self, epochs: int | None = None, delta: float | None = None) -> float:
         """ε of so many epochs, by default those asked for, beside what the ledger holds."""

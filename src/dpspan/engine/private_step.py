@@ -18,7 +18,7 @@ from dpspan.engine.admission import check_optimizer
 from dpspan.engine.plan import Plan
 from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.gradients.capture import Capture
-from dpspan.gradients.numerics import exact
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.mechanisms.base import Gradient, Mechanism, Sums
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.guard import Guard
@@ -107,7 +107,7 @@ class PrivateStep:
 
         return (args[0], private_closure), {k: v for k, v in kwargs.items() if k != "closure"}
 
-    @exact()
+    @plain_arithmetic()
     def _step(self) -> None:
         """One step, or, before the last piece of a batch, what this piece adds to it."""
         piece, gradients = self._collect()

@@ -142,6 +142,11 @@ class Layout:
         return None
 
 
+def joined(path: str, name: str) -> str:
+    """The name in the model of what a module at this path calls by that name."""
+    return f"{path}.{name}" if path else name
+
+
 def is_inside(path: str, units: Collection[str]) -> bool:
     """Whether a path is one of the units, or below one."""
     return "" in units or any(f"{path}.".startswith(f"{unit}.") for unit in units)
@@ -215,9 +220,8 @@ class _Cuts:
 
             return note
 
-        prefix = f"{self.path}." if self.path else ""
         handles = [
-            child.register_forward_hook(note_as(prefix + name), with_kwargs=True)
+            child.register_forward_hook(note_as(joined(self.path, name)), with_kwargs=True)
             for name, child in self.module.named_modules()
             if name
         ]

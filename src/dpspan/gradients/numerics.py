@@ -109,11 +109,26 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     each factor is split in two that TF32 takes as they are: three products, still several times as
     fast as one in IEEE float32.
     """
+    return _plus_product(None, a, b, 1.0)
+
+
+def minus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c − a @ b in the same precision."""
+    return _plus_product(c, a, b, -1.0)
+
+
+def _plus_product(c: Tensor | None, a: Tensor, b: Tensor, sign: float) -> Tensor:
+    def first(left: Tensor, right: Tensor) -> Tensor:
+        return left @ right if c is None else torch.addmm(c, left, right, alpha=sign)
+
     if not _splits(a, Arithmetic.of(a)):
         with ieee(a):
-            return a @ b
+            return first(a, b)
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
-    return _add_product((a_high @ b_low).addmm_(a_low, b_high), a_high, b_high)
+    total = first(a_high, b_low).addmm_(a_low, b_high, alpha=sign)
+    for pair in zip(a_high.split(_EXACT_TERMS, dim=1), b_high.split(_EXACT_TERMS), strict=True):
+        total.addmm_(*pair, alpha=sign)
+    return total
 
 
 def square_product(x: Tensor) -> Tensor:
@@ -129,16 +144,6 @@ def square_product(x: Tensor) -> Tensor:
     return total
 
 
-def minus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c − a @ b in the same precision."""
-    if not _splits(a, Arithmetic.of(a)):
-        with ieee(a):
-            return torch.addmm(c, a, b, alpha=-1.0)
-    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
-    rest = torch.addmm(c, a_high, b_low, alpha=-1.0).addmm_(a_low, b_high, alpha=-1.0)
-    return _add_product(rest, a_high, b_high, sign=-1.0)
-
-
 def _splits(x: Tensor, arithmetic: Arithmetic) -> bool:
     return x.is_cuda and arithmetic.factor == _TF32
 
@@ -150,14 +155,6 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     high = x.view(torch.int32).bitwise_and(-(1 << _LOW_BITS)).view(torch.float32)
     return high, x - high
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, sign: float = 1.0) -> Tensor:
-    """total + sign·a @ b, in place, a number of terms at a time."""
-    pairs = zip(a.split(_EXACT_TERMS, dim=1), b.split(_EXACT_TERMS), strict=True)
-    for left, right in pairs:
-        total.addmm_(left, right, alpha=sign)
-    return total
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -232,7 +229,7 @@ def underflow(x: Tensor, squares: int) -> float:
 
 
 @contextlib.contextmanager
-def exact() -> Iterator[None]:
+def plain_arithmetic() -> Iterator[None]:
     """No autograd and no autocast: the bounds hold for the arithmetic as it is written."""
     with torch.no_grad():
         if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):

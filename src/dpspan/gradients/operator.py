@@ -16,20 +16,18 @@ from torch import Tensor
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import inner
 from dpspan.gradients.layers.terms import Rows, Sum, Term, stacked
-from dpspan.gradients.numerics import Arithmetic, bounds, exact, full_precision
+from dpspan.gradients.numerics import Arithmetic, bounds, full_precision, plain_arithmetic
 
 _SMALL = 512  # numbers per sample up to which rows are worth packing together
 _ALIGNED = 64  # packed rows are as long as a multiple of this
 
 
 class SmallGradient(str):
-    """Names what carriers keep of a weight's gradient; never equal to a parameter's name.
+    """Names what carriers keep of a weight's gradient: as a string, by the weight's name.
 
-    As a string it is the weight's name, but it equals names of its own kind only: whatever a model
-    calls its parameters, none is taken for it.
+    It equals names of its own kind only: whatever a model calls its parameters, none is taken for
+    it.
     """
-
-    __slots__ = ()
 
     @property
     def weight(self) -> str:
@@ -45,20 +43,13 @@ class SmallGradient(str):
     def __hash__(self) -> int:
         return hash((type(self), str(self)))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self)!r})"
-
 
 class Left(SmallGradient):
     """∂L = G Rᵀ, for the gradient G of a weight with carriers L and R."""
 
-    __slots__ = ()
-
 
 class Right(SmallGradient):
     """∂R = Lᵀ G."""
-
-    __slots__ = ()
 
 
 class Pack(NamedTuple):
@@ -97,11 +88,7 @@ class PerSampleGradients:
     ) -> None:
         self.shapes = dict(shapes)
         self.samples = samples
-        self.terms = {
-            name: _total(terms[name], shape.numel())
-            for name, shape in shapes.items()
-            if terms.get(name)
-        }
+        self.terms = {name: _total(terms[name]) for name in shapes if terms.get(name)}
         self.like = full_precision(like.new_empty(0))  # dtype and device
         self.scale = scale
 
@@ -129,22 +116,28 @@ class PerSampleGradients:
         chosen = set(names)
         if chosen == self.shapes.keys():
             return self
-        shapes = {name: shape for name, shape in self.shapes.items() if name in chosen}
-        terms = {name: [self.terms[name]] for name in shapes if name in self.terms}
-        return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
+        return self.derived(self.terms, {n: s for n, s in self.shapes.items() if n in chosen})
+
+    def derived(
+        self, terms: Mapping[str, Term], shapes: Mapping[str, torch.Size] | None = None
+    ) -> PerSampleGradients:
+        """Other gradients of the same samples, alike in everything else."""
+        alone = {name: [term] for name, term in terms.items()}
+        shapes = self.shapes if shapes is None else shapes
+        return PerSampleGradients(shapes, alone, self.samples, like=self.like, scale=self.scale)
 
     @property
     def device(self) -> torch.device:
         """Where the gradients are."""
         return self.like.device
 
-    @exact()
+    @plain_arithmetic()
     def norms(self) -> Tensor:
         """Norm of each sample's gradient, (n,) float64."""
         value, _ = self._squared_norms
         return self.scale * value.sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def norm_bounds(self) -> Tensor:
         """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64.
 
@@ -155,7 +148,7 @@ class PerSampleGradients:
         # The margin is for the weights, which are rounded to working precision.
         return self.scale * (1 + 16 * Arithmetic.of(self.like).unit) * bound.sqrt()
 
-    @exact()
+    @plain_arithmetic()
     def combine(self, weights: Tensor, *, finite: bool = False) -> dict[str, Tensor]:
         """wᵀJ, a weighted sum of the gradients, by parameter.
 
@@ -184,31 +177,18 @@ class PerSampleGradients:
             for name, shape in self.shapes.items()
         }
 
-    @exact()
-    def gram(
-        self, other: PerSampleGradients, groups: Sequence[Collection[str]] | None = None
-    ) -> Tensor:
-        """J Hᵀ, inner products with the gradients of `other`, (n, m) float64.
-
-        With `groups` of parameter names: one matrix per group, (len(groups), n, m).
-        """
+    @plain_arithmetic()
+    def gram(self, other: PerSampleGradients) -> Tensor:
+        """J Hᵀ, inner products with the gradients of `other`, (n, m) float64."""
         if self.shapes != other.shapes:
             raise ValueError("Expected gradients of the same parameters on both sides.")
-        names = [list(self.shapes)] if groups is None else [list(group) for group in groups]
-        unknown = [name for group in names for name in group if name not in self.shapes]
-        if unknown:
-            raise ValueError(f"Expected names of trainable parameters in groups, got {unknown}.")
-        total = torch.zeros(
-            len(names), self.samples, other.samples, dtype=torch.float64, device=self.like.device
-        )
-        for index, group in enumerate(names):
-            for name in group:
-                if name in self.terms and name in other.terms:
-                    total[index] += inner(self.terms[name], other.terms[name], self.shapes[name])
-        total *= self.scale * other.scale
-        return total[0] if groups is None else total
+        shape = self.samples, other.samples
+        total = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        for name in (name for name in self.terms if name in other.terms):
+            total += inner(self.terms[name], other.terms[name], self.shapes[name])
+        return total.mul_(self.scale * other.scale)
 
-    @exact()
+    @plain_arithmetic()
     def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> PerSampleGradients:
         """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
 
@@ -220,29 +200,23 @@ class PerSampleGradients:
         if unknown:
             raise ValueError(f"Expected carriers for trainable parameters, got {sorted(unknown)}.")
         shapes: dict[str, torch.Size] = {}
-        terms: dict[str, list[Term]] = {}
+        terms = {name: term for name, term in self.terms.items() if name not in carriers}
         for name, shape in self.shapes.items():
-            term = self.terms.get(name)
             if name not in carriers:
-                shapes[name], terms[name] = shape, [] if term is None else [term]
+                shapes[name] = shape
                 continue
             left, right = carriers[name]
             _check_carriers(name, shape, left, right)
             shapes |= {Left(name): left.shape, Right(name): right.shape}
-            if term is not None:
-                of_left, of_right = term.compress(left.to(self.like), right.to(self.like))
-                terms |= {Left(name): [Rows(of_left)], Right(name): [Rows(of_right)]}
-        return PerSampleGradients(shapes, terms, self.samples, like=self.like, scale=self.scale)
+            if name in self.terms:
+                images = self.terms[name].compress(left.to(self.like), right.to(self.like))
+                terms[Left(name)], terms[Right(name)] = map(Rows, images)
+        return self.derived(terms, shapes)
 
-    @exact()
+    @plain_arithmetic()
     def matrix(self) -> Tensor:
         """The rows themselves, (n, p), parameters in the order of `shapes`."""
-        columns = [
-            self.terms[name].rows(0, self.samples)
-            if name in self.terms
-            else self.like.new_zeros(self.samples, shape.numel())
-            for name, shape in self.shapes.items()
-        ]
+        columns = [self.term(name).rows(0, self.samples) for name in self.shapes]
         return self.scale * torch.cat(columns, dim=1)
 
     def term(self, name: str) -> Term:
@@ -257,7 +231,7 @@ class PerSampleGradients:
         arithmetic = Arithmetic.of(self.like)
         parts = [pack.term.squared_norms(arithmetic) for pack in self.packs.values()]
         if not parts:
-            zero = torch.zeros(self.samples, dtype=torch.float64, device=self.like.device)
+            zero = torch.zeros(self.samples, dtype=torch.float64, device=self.device)
             return zero, zero
         value = torch.stack([part.value for part in parts])
         magnitude = torch.stack([part.magnitude for part in parts])
@@ -280,10 +254,7 @@ class PerSampleGradients:
         """The same gradients with the packs of `other`."""
         if self._together == other._together:
             return self
-        terms = {name: [term] for name, term in self.terms.items()}
-        same = PerSampleGradients(
-            self.shapes, terms, self.samples, like=self.like, scale=self.scale
-        )
+        same = self.derived(self.terms)
         same.packs = same._packed(other._together)
         return same
 
@@ -325,17 +296,15 @@ def usable_weights(weights: Tensor) -> Tensor:
     return weights.isfinite() & (weights.abs() >= torch.finfo(weights.dtype).tiny)
 
 
-def _total(terms: Sequence[Term], row_size: int) -> Term:
+def _total(terms: Sequence[Term]) -> Term:
     """The sum of a parameter's terms as one term."""
     if len(terms) == 1:
         return terms[0]
     outers = [term for term in terms if isinstance(term, Outer)]
     if len(outers) == len(terms):  # a linear layer called several times is one longer sequence
-        return Outer(
-            torch.cat([term.a for term in outers], dim=1),
-            torch.cat([term.b for term in outers], dim=1),
-        )
-    return Sum(terms, row_size)
+        a, b = zip(*((term.a, term.b) for term in outers), strict=True)
+        return Outer(torch.cat(a, dim=1), torch.cat(b, dim=1))
+    return Sum(terms)
 
 
 def _check_carriers(name: str, shape: torch.Size, left: Tensor, right: Tensor) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpspan.gradients.numerics import exact, full_precision
+from dpspan.gradients.numerics import full_precision, plain_arithmetic
 from dpspan.mechanisms.carriers import Carrier, CarrierSource
 
 _CARRIED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -30,7 +30,7 @@ class CarriedWeights:
         """A matrix in the form of its weight."""
         return matrix.view(self._weights[name].shape)
 
-    @exact()
+    @plain_arithmetic()
     def carriers(
         self, source: CarrierSource, rank: int, *, step: int, seed: int
     ) -> dict[str, Carrier]:

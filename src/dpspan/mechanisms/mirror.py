@@ -27,7 +27,7 @@ from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.mechanisms.noise import Noise
 from dpspan.mechanisms.schedule import Mixing
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import PublicGradients, RealLabels
+from dpspan.public.gradients import PublicGradientSource, RealLabels
 from dpspan.support.checks import check_number, expect
 from dpspan.support.device_facts import Health
 
@@ -89,7 +89,7 @@ class MirrorDescent(ClippingMethod):
         """The mechanism for this run."""
         return MirrorMechanism(self, setting, self._gradients(setting))
 
-    def _gradients(self, setting: Setting) -> PublicGradients:
+    def _gradients(self, setting: Setting) -> PublicGradientSource:
         data = PublicData.of(self.public)
         if not data.labelled:
             raise ValueError(
@@ -103,10 +103,10 @@ class MirrorDescent(ClippingMethod):
                 "make_private, or public_loss=, a function (model, inputs, labels) → one loss per "
                 "sample."
             )
-        gradients = PublicGradients(
+        gradients = PublicGradientSource(
             model=setting.model,
             data=data,
-            labels=RealLabels(otherwise="leave out samples of other classes"),
+            labels=RealLabels(),
             criterion=setting.criterion,
             loss=self.public_loss,
             samples=self.public_samples,
@@ -124,7 +124,9 @@ class MirrorDescent(ClippingMethod):
 class MirrorMechanism(SteppedMechanism):
     """One step of mirror descent: DP-SGD's release, then the public gradient."""
 
-    def __init__(self, method: MirrorDescent, setting: Setting, gradients: PublicGradients) -> None:
+    def __init__(
+        self, method: MirrorDescent, setting: Setting, gradients: PublicGradientSource
+    ) -> None:
         super().__init__()
         self._method, self._gradients = method, gradients
         self._private = DPSGDMechanism(method.clip_norm, method.clipping)

@@ -21,10 +21,17 @@ from dpspan.mechanisms.base import (
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import Labels, PublicGradients, labels_of
-from dpspan.subspaces.groups import Groups, Span, grouped
+from dpspan.public.gradients import Labels, PublicGradientSource, labels_of
 from dpspan.subspaces.solvers import Eigh, Solver
-from dpspan.subspaces.sources import PublicSpan, RandomSpan, RandomSubspace, SpanSource
+from dpspan.subspaces.sources import (
+    GroupedSubspace,
+    Groups,
+    PublicSpan,
+    RandomSpan,
+    RandomSubspace,
+    SpanSource,
+    grouped,
+)
 from dpspan.subspaces.subspace import stable_rank
 from dpspan.support.checks import check_count, describe
 
@@ -93,7 +100,7 @@ class SubspaceMethod(ClippingMethod):
                 setting.model, rank=random.rank, redraw=random.redraw, seed=random.seed
             )
         assert self.rank is not None
-        gradients = PublicGradients(
+        gradients = PublicGradientSource(
             model=setting.model,
             data=PublicData.of(self.public),
             labels=labels_of(self.public_labels),
@@ -133,9 +140,9 @@ class SubspaceMechanism(SteppedMechanism):
         self._source, self._refresh = method.source(setting), method.refresh
         self._products = passes * setting.expected_batch_size * method.refresh
         self._diagnose = method.diagnose
-        self._span: Span | None = None
+        self._span: GroupedSubspace | None = None
         self._number = -1  # of the present subspace
-        self._earlier: Span | None = None
+        self._earlier: GroupedSubspace | None = None
         self._noise_energy: dict[str, float] = {}  # expected, of the present step
         self._notes: list[dict[str, Any]] = []
         self.public = self._source.public
@@ -150,7 +157,7 @@ class SubspaceMechanism(SteppedMechanism):
             self._number = number
 
     @property
-    def span(self) -> Span:
+    def span(self) -> GroupedSubspace:
         """The subspace of the present step."""
         assert self._span is not None, "prepare() comes first"
         return self._span

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
 
 from dpspan.gradients.capture import Capture
-from dpspan.gradients.numerics import Arithmetic, exact
+from dpspan.gradients.numerics import Arithmetic, plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.support.errors import UnsupportedModule
 from dpspan.support.left_as_found import Mode, left_as_found, plain_tensors
@@ -357,7 +357,7 @@ def _check_memory(stage: _Stage) -> None:
 def parameter_norms(gradients: PerSampleGradients) -> Tensor:
     """Of each parameter's gradients, (n, parameters): a small one must not be lost among others."""
     arithmetic, zero = Arithmetic.of(gradients.like), gradients.like.new_zeros(gradients.samples)
-    with exact():
+    with plain_arithmetic():
         squares = {n: x.squared_norms(arithmetic).value for n, x in gradients.terms.items()}
     return torch.stack([squares.get(n, zero).double() for n in gradients.shapes], dim=1).sqrt()
 

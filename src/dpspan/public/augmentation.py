@@ -1,7 +1,5 @@
 """Random augmentation of images: for warm starts on few public samples, and for `views=`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,13 +5,12 @@ Face makes them: the labels under "labels" or "label", everything else inputs. E
 samples in its first dimension.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -35,6 +34,7 @@ _READ = 2048  # samples read, or handed over, at a time where nobody says otherw
 
 Collate = Callable[[list[Any]], Any]
 Array = np.ndarray[Any, Any]
+Batch = tuple[Any, ...]  # (inputs,) or (inputs, labels)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Samples:
     count: int
     labelled: bool
     digest: str  # sha256 over dtypes, shapes and bytes of inputs and labels, sample by sample
-    batches: tuple[tuple[Any, ...], ...] = field(repr=False, compare=False)  # (inputs[, labels])
+    batches: tuple[Batch, ...] = field(repr=False, compare=False)
     largest_piece: int = field(repr=False, compare=False)
     # Of data that a frozen layer has been applied to: the fingerprints before (`encode_public`).
     raw: tuple[bytes, ...] | None = field(default=None, repr=False, compare=False)
@@ -74,7 +74,7 @@ class Samples:
         return cls._held(name, batches, max(map(_samples, batches)) if by_loader else _READ)
 
     @classmethod
-    def _held(cls, name: str, parts: list[tuple[Any, ...]], largest_piece: int) -> Self:
+    def _held(cls, name: str, parts: list[Batch], largest_piece: int) -> Self:
         batches = _joined(parts)
         _check_finite(f"{cls.what} '{name}'", batches)
         return cls(
@@ -98,13 +98,17 @@ class Samples:
         return replace(held, raw=raw, digest=hashlib.sha256(b"".join(raw)).hexdigest())
 
     def pieces(
-        self, size: int | None = None, chosen: Tensor | None = None
+        self,
+        size: int | None = None,
+        chosen: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> Iterator[tuple[Tensor, Any, Any | None]]:
         """Yield (indices, inputs, labels or None) in pieces of at most `size` samples.
 
         Without `size` a piece is at most as large as the DataLoader's batches were, or 2048.
         `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
-        different shapes (padded to different lengths) never share a piece.
+        different shapes (padded to different lengths) never share a piece. They are on the CPU, or
+        moved to `device`.
         """
         size = self.largest_piece if size is None else check_count("size", size)
         indices = torch.arange(self.count) if chosen is None else self._checked(chosen)
@@ -113,7 +117,8 @@ class Samples:
             last = first + _samples(batch)
             mine = indices[(indices >= first) & (indices < last)]
             for part in mine.split(size) if len(mine) else ():
-                inputs, *labels = _rows(batch, part - first)
+                rows = tree_map(itemgetter(part - first), batch)
+                inputs, *labels = rows if device is None else move(rows, device)
                 yield part, inputs, labels[0] if labels else None
             first = last
 
@@ -168,8 +173,8 @@ def move(inputs: Any, device: torch.device) -> Any:
 # -- reading ------------------------------------------------------------------------------------
 
 
-def read(source: object) -> Iterator[tuple[Any, ...]]:
-    """The batches as (inputs,) or (inputs, labels) of CPU tensors, without empty ones."""
+def read(source: object) -> Iterator[Batch]:
+    """The batches, of CPU tensors, without empty ones."""
     return (batch for batch in map(hold, batches_of(source)) if _samples(batch))
 
 
@@ -183,46 +188,28 @@ def batches_of(source: Any) -> Iterable[Any]:
     )
 
 
-@batches_of.register(Tensor)
-@batches_of.register(tuple)
-@batches_of.register(list)
-@batches_of.register(Mapping)
+@batches_of.register(Tensor | tuple | list | Mapping)
 def _(source: Any) -> Iterable[Any]:
     return [source]
 
 
 @batches_of.register
 def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
-    if not hasattr(source, "__len__"):
+    if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
         raise TypeError(
-            f"The dataset ({type(source).__name__}) has no length: give a map-style "
-            "dataset, or a DataLoader over a dataset that ends."
+            f"The dataset ({type(source).__name__}) is an IterableDataset, or has no length: give "
+            "a map-style dataset, or a DataLoader over it (it must end: all is held in memory)."
         )
     return (batch for _, batch in in_order(source, _READ, default_collate))
-
-
-@batches_of.register
-def _(source: IterableDataset) -> Iterable[Any]:  # type: ignore[type-arg]
-    raise TypeError(
-        f"The dataset ({type(source).__name__}) is an IterableDataset: give a DataLoader "
-        "over it (it must end, as everything is held in memory)."
-    )
 
 
 @batches_of.register
 def _(source: DataLoader) -> Iterable[Any]:  # type: ignore[type-arg]
     if source.batch_size is None or not _is_shuffle(source.sampler):
         return source
-    return DataLoader(
-        source.dataset,
-        batch_size=source.batch_size,
-        collate_fn=source.collate_fn,
-        num_workers=source.num_workers,
-        drop_last=source.drop_last,
-        worker_init_fn=source.worker_init_fn,
-        multiprocessing_context=source.multiprocessing_context,
-        generator=source.generator,
-    )
+    kept = "batch_size collate_fn num_workers drop_last worker_init_fn multiprocessing_context"
+    names = (*kept.split(), "generator")
+    return DataLoader(source.dataset, **{name: getattr(source, name) for name in names})
 
 
 def _is_shuffle(sampler: Any) -> bool:
@@ -240,11 +227,7 @@ def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int
         indices = range(start, min(start + size, len(dataset)))
         try:
             together = [(len(indices), _collated(dataset, indices, collate_fn))]
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-        ):  # "stack expects each tensor to be equal size"
+        except (RuntimeError, ValueError, TypeError):  # tensors of different sizes do not stack
             together = [(1, _collated(dataset, [index], collate_fn)) for index in indices]
         yield from together
 
@@ -261,14 +244,14 @@ def _collated(dataset: Any, indices: Sequence[int], collate_fn: Collate) -> Any:
 # -- the form in which batches are held ---------------------------------------------------------
 
 
-def hold(batch: Any) -> tuple[Any, ...]:
-    """(inputs,) or (inputs, labels) of plain dicts, tuples and CPU tensors."""
+def hold(batch: Any) -> Batch:
+    """The batch in plain dicts, tuples and CPU tensors."""
     if isinstance(batch, tuple | list) and len(batch) not in (1, 2):
         raise ValueError(
             f"A batch of samples has {len(batch)} parts: give (inputs,) or (inputs, "
             "labels), or a dict if the model takes several inputs."
         )
-    labels: tuple[Any, ...] = ()
+    labels = tuple(batch[1:]) if isinstance(batch, tuple | list) else ()
     if isinstance(batch, Mapping):
         labels = tuple(batch[key] for key in _LABEL_KEYS if key in batch)
         if len(labels) == 2 or len(batch) == len(labels):
@@ -276,8 +259,6 @@ def hold(batch: Any) -> tuple[Any, ...]:
                 "A batch of samples has the keys "
                 f"{sorted(map(str, batch))}: give inputs, and labels under one of {_LABEL_KEYS}."
             )
-    elif isinstance(batch, tuple | list):
-        labels = tuple(batch[1:])
     held = tuple(_plain(part) for part in (inputs_of(batch), *labels))
     sizes = sorted({leaf.shape[0] for _, leaf in leaves(held)})
     if len(sizes) != 1:
@@ -323,17 +304,11 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _samples(batch: tuple[Any, ...]) -> int:
-    _, first = next(leaves(batch))
-    return int(first.shape[0])
+def _samples(batch: Batch) -> int:
+    return len(tree_leaves(batch)[0])
 
 
-def _rows(batch: tuple[Any, ...], indices: Tensor) -> tuple[Any, ...]:
-    rows: tuple[Any, ...] = tree_map(lambda leaf: leaf[indices], batch)
-    return rows
-
-
-def _joined(batches: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+def _joined(batches: list[Batch]) -> tuple[Batch, ...]:
     """Neighbours of the same shapes as one batch each. Always copies: what is held stays."""
     return tuple(
         tree_map(lambda *parts: torch.cat(parts), *run)
@@ -341,12 +316,13 @@ def _joined(batches: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
     )
 
 
-def _layout(batch: tuple[Any, ...]) -> list[tuple[str, torch.dtype, torch.Size]]:
+def _layout(batch: Batch) -> list[tuple[str, torch.dtype, torch.Size]]:
     return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(batch)]
 
 
-def _check_finite(what: str, batches: Iterable[tuple[Any, ...]]) -> None:
-    finite = torch.cat([_finite(batch) for batch in batches])
+def _check_finite(what: str, batches: Iterable[Batch]) -> None:
+    whole = [[x.isfinite().reshape(len(x), -1).all(1) for x in tree_leaves(b)] for b in batches]
+    finite = torch.cat([torch.stack(of_leaves).all(0) for of_leaves in whole])
     bad = (~finite).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
@@ -355,15 +331,7 @@ def _check_finite(what: str, batches: Iterable[tuple[Any, ...]]) -> None:
         )
 
 
-def _finite(batch: tuple[Any, ...]) -> Tensor:
-    """Which samples are finite, (n,)."""
-    finite = torch.ones(_samples(batch), dtype=torch.bool)
-    for leaf in tree_leaves(batch):
-        finite &= leaf.isfinite().reshape(len(leaf), leaf[0].numel()).all(1)
-    return finite
-
-
-def _digest(batches: Iterable[tuple[Any, ...]]) -> str:
+def _digest(batches: Iterable[Batch]) -> str:
     whole = hashlib.sha256()
     for batch in batches:
         samples = _samples(batch)

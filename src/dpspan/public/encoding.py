@@ -1,8 +1,5 @@
 """Apply a frozen public layer once, instead of in every epoch."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +8,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dpspan.public.data import Collate, PublicData
-from dpspan.public.encoded import Encoded
-from dpspan.public.overlap import fingerprints, refuse_copies
+from dpspan.public.overlap import Encoded, fingerprints, refuse_copies
 from dpspan.public.patches import PublicLayer
-from dpspan.support.checks import check_count
 from dpspan.support.progress import watched
 
-_AT_ONCE = 512
+_AT_ONCE = 512  # images
 
 
 def encode(
@@ -25,23 +20,21 @@ def encode(
     dataset: Dataset[Any],
     *,
     collate_fn: Collate = default_collate,
-    batch_size: int = _AT_ONCE,
     progress: bool = True,
 ) -> Encoded:
     """The private dataset as the layer sees it: train only what follows the layer on it.
 
     Each record's place holds what the layer makes of this record alone (but for rounding, which
     may depend on its place in a batch), so private training on it has the guarantee of private
-    training on the records. Copies of the layer's public samples are
-    refused here, and `make_private` puts those samples on the certificate: give it a loader of
-    what this returns, of a Subset of it, or of several in a ConcatDataset. Through a wrapper of
-    your own the certificate would not know; tell it by `engine.ledger.declare_public`.
+    training on the records. Copies of the layer's public samples are refused here, and
+    `make_private` puts those samples on the certificate: give it a loader of what this returns, of
+    a Subset of it, or of several in a ConcatDataset. A wrapper of your own hides them from the
+    certificate: declare them by `engine.ledger.declare_public`.
 
     Args:
         layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
         dataset: pairs of an image and a label, not augmented at random.
         collate_fn: makes a batch of several pairs.
-        batch_size: images at a time.
         progress: show a bar, in a terminal.
 
     Examples:
@@ -53,17 +46,16 @@ def encode(
         >>> len(dpspan.encode(features, private, progress=False))
         20
     """
-    size = check_count("batch_size", batch_size)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError("Expected a map-style dataset to encode, one that has a length.")
     public = layer.public
-    loader = DataLoader(dataset, batch_size=size, collate_fn=collate_fn)
+    loader = DataLoader(dataset, batch_size=_AT_ONCE, collate_fn=collate_fn)
     inputs, labels, raw = [], [], []
     for batch in watched(loader, "encoding", shown=progress):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError("Expected pairs of an image and a label in the dataset to encode.")
         raw += fingerprints(batch[0])
-        inputs.append(_seen(layer, batch[0], size))
+        inputs.append(_seen(layer, batch[0]))
         labels.append(torch.as_tensor(batch[1]).cpu())
     if not inputs:
         raise ValueError("The dataset to encode is empty: give at least one record.")
@@ -73,11 +65,11 @@ def encode(
     )
 
 
-def encode_public(layer: PublicLayer, public: object, *, batch_size: int = _AT_ONCE) -> PublicData:
+def encode_public(layer: PublicLayer, public: object) -> PublicData:
     """Public data as the layer sees them, for a method or a warm start behind `encode`.
 
-    They keep the name and the digest of the samples themselves, for the certificate, and are told
-    from private records by those.
+    They keep the name, digest and fingerprints of the samples themselves, for the certificate and
+    the search for copies.
 
     Examples:
         >>> import torch
@@ -86,31 +78,23 @@ def encode_public(layer: PublicLayer, public: object, *, batch_size: int = _AT_O
         >>> features = dpspan.PatchFeatures.learn(images, filters=9, directions=20)
         >>> method = dpspan.GEP(public=dpspan.encode_public(features, images), rank=10)
     """
-    size = check_count("batch_size", batch_size)
     data = PublicData.of(public)
     seen, raw = [], []
-    for inputs, *labels in _pieces(data, size):
+    for _, inputs, labels in data.pieces(_AT_ONCE):
         raw += fingerprints(inputs)
-        seen.append((_seen(layer, inputs, size), *labels))
+        seen.append((_seen(layer, inputs), *(() if labels is None else (labels,))))
     tensors = tuple(torch.cat(column) for column in zip(*seen, strict=True))
     held = PublicData.of(tensors, name=data.name)
     return replace(held, digest=data.digest, raw=tuple(raw))
 
 
-def _pieces(data: PublicData, size: int) -> Iterator[tuple[Tensor, ...]]:
-    for _, inputs, labels in data.pieces(size):
-        yield (inputs,) if labels is None else (inputs, labels)
-
-
 @torch.no_grad()
-def _seen(layer: PublicLayer, inputs: Tensor, size: int) -> Tensor:
+def _seen(layer: PublicLayer, inputs: Tensor) -> Tensor:
     """What the layer makes of them, on the CPU.
 
-    Always of `size` at a time, the last ones filled up: a product rounds by its size, and a
-    record's features must not tell how many records there are.
+    Every batch is padded to the same size: rounding depends on it, and a record's features must
+    not reveal how many records there are.
     """
-    place = next(layer.buffers()).device
-    missing = size - len(inputs)
-    filled = torch.cat([inputs, inputs.new_zeros(missing, *inputs.shape[1:])])
-    seen: Tensor = layer(filled.to(place))
+    filled = torch.cat([inputs, inputs.new_zeros(_AT_ONCE - len(inputs), *inputs.shape[1:])])
+    seen: Tensor = layer(filled.to(next(layer.buffers()).device))
     return seen[: len(inputs)].cpu()

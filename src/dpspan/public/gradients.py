@@ -5,12 +5,11 @@ is random (labels, which samples, dropout) comes from public seeds: every proces
 run that was resumed, computes the same gradients.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,47 +19,45 @@ from torch.utils._pytree import tree_map_only
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import recorded
-from dpspan.public.data import PublicData, Samples, move
-from dpspan.public.losses import SampleCriterion, call, check_classes, shapes, takes_classes
-from dpspan.support.checks import check_count, expect, shown
-from dpspan.support.errors import DPSpanError
+from dpspan.public.data import PublicData, Samples
+from dpspan.public.losses import (
+    SampleCriterion,
+    call,
+    check_classes,
+    check_one_each,
+    explained,
+    shapes,
+)
+from dpspan.support.checks import check_count, check_seed, expect, shown
 from dpspan.support.left_as_found import left_as_found
 
-# One seed serves several purposes; each draws from a stream of its own.
+# One public seed serves several purposes; each draws from a stream of its own.
 _LABELS, _SUBSET, _MODEL = range(3)
 
-_Samples = tuple[Tensor, Any, Any | None]  # indices, inputs, labels
 
-
-class PublicPiece(NamedTuple):
-    """Public samples on the model's device, and the refresh they are used in."""
-
-    refresh: int
-    indices: Tensor  # which samples of the public data they are, on the CPU
-    inputs: Any
-    labels: Any | None
+def _stream(seed: int, refresh: int, purpose: int) -> np.random.Generator:
+    """The same numbers in every process, and in a run that was resumed."""
+    return np.random.default_rng([seed, refresh, purpose])
 
 
 # -- labels -------------------------------------------------------------------------------------
 
-LabelSource = Callable[[PublicPiece, Tensor], Any]  # from a piece and the model's outputs for it
+
+class Piece(NamedTuple):
+    """Samples on the model's device, and the refresh that they are used in."""
+
+    refresh: int
+    indices: Tensor  # which samples of the data they are, on the CPU
+    inputs: Any
+    labels: Any | None
 
 
-@runtime_checkable
-class Labels(Protocol):
-    """Where the labels of public samples come from."""
-
-    real: ClassVar[bool]  # whether they are the data's own
-
-    def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
-        """What gives the labels of the data; ValueError if there are none for this criterion."""
+LabelSource = Callable[[Piece, Tensor], Any]  # from a piece and the model's outputs for it
 
 
 @dataclass(frozen=True)
 class RealLabels:
     """The labels that the public data come with.
-
-    `otherwise` is what an error advises if they are not the model's classes.
 
     Examples:
         >>> import torch
@@ -69,12 +66,20 @@ class RealLabels:
         >>> method = dpspan.GEP(public=public, rank=10, public_labels=dpspan.RealLabels())
     """
 
-    otherwise: str = field(default="pass public_labels='random'", repr=False, compare=False)
-
-    real: ClassVar[bool] = True
+    real: ClassVar[bool] = True  # whether they are the data's own
 
     def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
-        return _GivenLabels(criterion, data, self.otherwise)
+        """The data's own labels, checked once the model's classes are known."""
+
+        @cache
+        def check(outputs: torch.Size) -> None:
+            check_classes(data, outputs, criterion)
+
+        def labels(piece: Piece, outputs: Tensor) -> Any:
+            check(outputs.shape[1:])
+            return piece.labels
+
+        return labels
 
 
 @dataclass(frozen=True)
@@ -96,37 +101,52 @@ class RandomLabels:
     real: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
-        draw = _draw_for(criterion)
+        """Labels as the criterion takes them, drawn when the outputs' shape is known.
+
+        ValueError if none are known for this criterion.
+        """
+        draw = next((_DRAWS[kind] for kind in type(criterion).__mro__ if kind in _DRAWS), None)
         if draw is None:
             raise ValueError(
                 f"No random labels are known for {type(criterion).__name__}: pass "
                 "public_labels='real' with labelled public data, or public_loss=, a function "
                 "(model, inputs) → one loss per sample."
             )
-        return _DrawnLabels(self, draw, data.count)
+        drawn: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}  # of one refresh
+
+        def labels(piece: Piece, outputs: Tensor) -> Tensor:
+            form = piece.refresh if self.redraw else 0, outputs.shape[1:], outputs.dtype
+            if form not in drawn:
+                if any(refresh != form[0] for refresh, _, _ in drawn):
+                    drawn.clear()
+                # For all samples, so that a sample's label does not depend on its piece.
+                drawn[form] = draw(_stream(self.seed, form[0], _LABELS), data.count, outputs)
+            return drawn[form][piece.indices].to(outputs.device, non_blocking=True)
+
+        return labels
+
+
+Labels = RealLabels | RandomLabels
+_NAMED: dict[str, Labels] = {
+    "random": RandomLabels(),
+    "redrawn": RandomLabels(redraw=True),
+    "real": RealLabels(),
+}
 
 
 def labels_of(value: str | Labels) -> Labels:
     """The labels that are meant: "random", "redrawn", "real", or labels as they are."""
-    named: dict[str, Labels] = {
-        "random": RandomLabels(),
-        "redrawn": RandomLabels(redraw=True),
-        "real": RealLabels(),
-    }
-    if isinstance(value, str) and value in named:
-        return named[value]
+    if isinstance(value, str) and value in _NAMED:
+        return _NAMED[value]
     if not isinstance(value, Labels):
         raise ValueError(
             "Expected public_labels to be 'random', 'redrawn', 'real', RandomLabels(redraw=…, "
             f"seed=…) or RealLabels(), got {shown(value)}."
         )
     return value
-
-
-Draw = Callable[[np.random.Generator, int, Tensor], Tensor]
 
 
 def _classes(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
@@ -145,201 +165,16 @@ def _standard_normal(generator: np.random.Generator, count: int, outputs: Tensor
     return torch.from_numpy(values).to(outputs.dtype)
 
 
-_DRAWS: dict[type, Draw] = {
-    nn.CrossEntropyLoss: _classes,
-    nn.NLLLoss: _classes,
-    nn.BCEWithLogitsLoss: _coin_flips,
-    nn.BCELoss: _coin_flips,
-    nn.MSELoss: _standard_normal,
-    nn.L1Loss: _standard_normal,
-    nn.SmoothL1Loss: _standard_normal,
-    nn.HuberLoss: _standard_normal,
+_DRAWS: dict[type, Callable[[np.random.Generator, int, Tensor], Tensor]] = {
+    **dict.fromkeys([nn.CrossEntropyLoss, nn.NLLLoss], _classes),
+    **dict.fromkeys([nn.BCEWithLogitsLoss, nn.BCELoss], _coin_flips),
+    **dict.fromkeys([nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss], _standard_normal),
 }
-
-
-def _draw_for(criterion: nn.Module) -> Draw | None:
-    kinds = (kind for kind in type(criterion).__mro__ if kind in _DRAWS)
-    return next((_DRAWS[kind] for kind in kinds), None)
-
-
-class _DrawnLabels:
-    """Random labels of all samples, drawn when the shape of the model's outputs is known.
-
-    Drawn for all and then picked, so that a sample's label does not depend on its piece.
-    """
-
-    def __init__(self, labels: RandomLabels, draw: Draw, count: int) -> None:
-        self._labels, self._draw, self._count = labels, draw, count
-        self._drawn: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-        self._refresh = 0  # the one they were drawn for
-
-    def __call__(self, piece: PublicPiece, outputs: Tensor) -> Tensor:
-        refresh = piece.refresh if self._labels.redraw else 0
-        if refresh != self._refresh:
-            self._drawn, self._refresh = {}, refresh
-        form = outputs.shape[1:], outputs.dtype
-        if form not in self._drawn:
-            generator = _generator(self._labels.seed, refresh, _LABELS)
-            self._drawn[form] = self._draw(generator, self._count, outputs)
-        return self._drawn[form][piece.indices].to(outputs.device, non_blocking=True)
-
-
-class _GivenLabels:
-    """The data's own labels, checked when the model's classes are known."""
-
-    def __init__(self, criterion: nn.Module, data: Samples, otherwise: str) -> None:
-        self._criterion, self._otherwise = criterion, otherwise
-        self._unchecked = data if takes_classes(criterion) else None
-
-    def __call__(self, piece: PublicPiece, outputs: Tensor) -> Any:
-        if self._unchecked is not None:
-            check_classes(self._unchecked, outputs, self._criterion, otherwise=self._otherwise)
-            self._unchecked = None
-        return piece.labels
-
-
-# -- losses -------------------------------------------------------------------------------------
-
-Losses = Callable[[nn.Module, PublicPiece], Tensor]
-
-
-def _user_loss(loss: Callable[..., Tensor]) -> Losses:
-    def losses(model: nn.Module, piece: PublicPiece) -> Tensor:
-        given = (piece.inputs,) if piece.labels is None else (piece.inputs, piece.labels)
-        return loss(model, *given)
-
-    return losses
-
-
-class _CriterionLoss:
-    """One loss per sample by the criterion of the private run."""
-
-    def __init__(self, criterion: nn.Module, labels: Labels, data: Samples) -> None:
-        self._criterion = SampleCriterion(criterion, instead="public_loss=")
-        self._labels = labels.source(criterion, data)
-
-    def __call__(self, model: nn.Module, piece: PublicPiece) -> Tensor:
-        with _explained(f"Public inputs of {shapes(piece.inputs)} do not fit the model"):
-            returned = call(model, piece.inputs)
-        outputs = self._criterion.outputs(returned, len(piece.indices))
-        labels = self._labels(piece, outputs)
-        with _explained(
-            f"{self._criterion.name} cannot compare the model's outputs, {shapes(outputs)}, with "
-            f"public labels, {shapes(labels)}; if they need some preparation, pass public_loss="
-        ):
-            entries = self._criterion.entries(outputs, labels)
-        return self._criterion.means(entries, outputs, labels)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Say what was tried when torch refuses it."""
-    try:
-        yield
-    except (DPSpanError, torch.OutOfMemoryError):
-        raise  # they say themselves what to do
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"{what}: {error}") from error
 
 
 # -- gradients ----------------------------------------------------------------------------------
 
-
-class PublicGradients:
-    """The per-sample gradients of public data at the model's present parameters.
-
-    At most `samples` of them, a fresh random choice at each refresh if the data hold more,
-    computed `piece` samples at a time. `loss(model, inputs[, labels])` gives one loss per sample;
-    it gets labels where there are any. Without it the loss is the run's `criterion`.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        data: PublicData,
-        labels: Labels,
-        criterion: nn.Module | None,
-        loss: Callable[..., Tensor] | None,
-        samples: int,
-        piece: int | None,
-        seed: int = 0,
-    ) -> None:
-        if labels.real and not data.labelled:
-            raise ValueError(
-                f"public_labels are real, but the public data '{data.name}' have no labels: give "
-                "(inputs, labels), or pass public_labels='random'."
-            )
-        self.data = data
-        self._losses = losses_by(criterion, loss, labels, data)
-        self._model = model
-        self._samples = check_count("samples", samples)
-        self._piece = None if piece is None else check_count("piece", piece)
-        self._seed = _check_seed(seed)
-        self._on_device: tuple[torch.device, list[_Samples]] | None = None
-
-    @property
-    def count(self) -> int:
-        """Samples per refresh."""
-        return min(self._samples, self.data.count)
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the samples are the same at every refresh."""
-        return self.count == self.data.count
-
-    def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
-        """The gradients for refresh number `refresh`; leaves the model as it was.
-
-        Recorded by `capture` where the model has one already.
-        """
-        with torch.enable_grad(), left_as_found(self._model, self._model_seed(refresh)):
-            return PerSampleGradients.concatenate(
-                [
-                    self._gradients(PublicPiece(refresh, *part), capture)
-                    for part in self._parts(refresh)
-                ]
-            )
-
-    def try_one(self) -> None:
-        """Run the loss on one public sample: what does not fit is refused before training."""
-        model = self._model
-        with torch.no_grad(), left_as_found(model, self._model_seed(0)):
-            device = next(model.parameters()).device
-            indices, inputs, labels = next(self.data.pieces(1))
-            piece = PublicPiece(0, indices, move(inputs, device), move(labels, device))
-            losses = self._losses(model, piece)
-        if losses.shape != (1,):
-            raise ValueError(
-                "Expected public_loss to return one loss per sample, shape (1,) for one sample, "
-                f"got {tuple(losses.shape)}. Use reduction='none' and average over what is left."
-            )
-
-    def _parts(self, refresh: int) -> Iterable[_Samples]:
-        device = next(self._model.parameters()).device
-        if not self.fixed:
-            picked = self._generator(refresh, _SUBSET).choice(
-                self.data.count, self.count, replace=False
-            )
-            return self._moved(device, torch.from_numpy(np.sort(picked)))
-        if self._on_device is None or self._on_device[0] != device:  # they go there once
-            self._on_device = device, list(self._moved(device, None))
-        # Handed over as copies: a model or a loss may work in place on what it gets.
-        return (tree_map_only(Tensor, torch.clone, part) for part in self._on_device[1])
-
-    def _moved(self, device: torch.device, chosen: Tensor | None) -> Iterator[_Samples]:
-        for indices, inputs, labels in self.data.pieces(self._piece, chosen):
-            yield indices, move(inputs, device), move(labels, device)
-
-    def _gradients(self, piece: PublicPiece, capture: Capture | None) -> PerSampleGradients:
-        with nullcontext(capture) if capture else Capture(self._model) as recording:
-            return recorded(recording, lambda: self._losses(self._model, piece), len(piece.indices))
-
-    def _model_seed(self, refresh: int) -> int:
-        return int(self._generator(refresh, _MODEL).integers(2**63))
-
-    def _generator(self, refresh: int, stream: int) -> np.random.Generator:
-        return _generator(self._seed, refresh, stream)
+_Piece = tuple[Tensor, Any, Any | None]  # indices, inputs, labels
 
 
 def losses_by(
@@ -347,23 +182,95 @@ def losses_by(
     loss: Callable[..., Tensor] | None,
     labels: Labels,
     data: Samples,
-) -> Losses:
+) -> Callable[[nn.Module, Piece], Tensor]:
     """One loss per sample of the data: by the function if there is one, else by the criterion."""
     if loss is not None:
-        return _user_loss(loss)
+        return lambda model, piece: loss(
+            model, piece.inputs, *(() if piece.labels is None else (piece.labels,))
+        )
     if criterion is None:
         raise ValueError(
             "GEP and PDPSGD need a loss for the public samples: pass criterion= to make_private, "
             "or public_loss=, a function (model, inputs[, labels]) → one loss per sample."
         )
-    return _CriterionLoss(criterion, labels, data)
+    unreduced = SampleCriterion(criterion, instead="public_loss=")
+    source = labels.source(criterion, data)
+
+    def losses(model: nn.Module, piece: Piece) -> Tensor:
+        with explained(f"Public inputs of {shapes(piece.inputs)} do not fit the model"):
+            returned = call(model, piece.inputs)
+        outputs = unreduced.outputs(returned, len(piece.indices))
+        return unreduced.losses(outputs, source(piece, outputs))
+
+    return losses
 
 
-def _generator(seed: int, refresh: int, stream: int) -> np.random.Generator:
-    return np.random.default_rng([seed, refresh, stream])
+@dataclass(kw_only=True, eq=False, repr=False)
+class PublicGradientSource:
+    """The per-sample gradients of public data at the model's present parameters.
+
+    At most `samples` of them, a fresh random choice at each refresh if the data hold more,
+    computed `piece` samples at a time. `loss(model, inputs[, labels])` gives one loss per sample;
+    it gets labels where there are any. Without it the loss is the run's `criterion`.
+    """
+
+    model: nn.Module
+    data: PublicData
+    labels: Labels
+    criterion: nn.Module | None
+    loss: Callable[..., Tensor] | None
+    samples: int
+    piece: int | None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.labels.real and not self.data.labelled:
+            raise ValueError(
+                f"public_labels are real, but the public data '{self.data.name}' have no labels: "
+                "give (inputs, labels), or pass public_labels='random'."
+            )
+        self._losses = losses_by(self.criterion, self.loss, self.labels, self.data)
+        self.count = min(check_count("samples", self.samples), self.data.count)  # per refresh
+        self.fixed = self.count == self.data.count  # the same samples at every refresh
+        if self.piece is not None:
+            check_count("piece", self.piece)
+        check_seed(self.seed)
+        self._on_device: tuple[torch.device, list[_Piece]] | None = None
+
+    def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
+        """The gradients for refresh number `refresh`; leaves the model as it was.
+
+        Recorded by `capture` where the model has one already.
+        """
+        with torch.enable_grad(), left_as_found(self.model, self._model_seed(refresh)):
+            pieces = (Piece(refresh, *piece) for piece in self._pieces(refresh))
+            return PerSampleGradients.concatenate([self._gradients(p, capture) for p in pieces])
+
+    def try_one(self) -> None:
+        """Run the loss on one public sample: what does not fit is refused before training."""
+        with torch.no_grad(), left_as_found(self.model, self._model_seed(0)):
+            piece = next(self.data.pieces(1, device=_device(self.model)))
+            losses = self._losses(self.model, Piece(0, *piece))
+        check_one_each(losses, 1, of="public_loss")
+
+    def _pieces(self, refresh: int) -> Iterable[_Piece]:
+        device = _device(self.model)
+        if not self.fixed:
+            generator = _stream(self.seed, refresh, _SUBSET)
+            picked = generator.choice(self.data.count, self.count, replace=False)
+            return self.data.pieces(self.piece, torch.from_numpy(np.sort(picked)), device)
+        if self._on_device is None or self._on_device[0] != device:  # they go there once
+            self._on_device = device, list(self.data.pieces(self.piece, device=device))
+        # Handed over as copies: a model or a loss may work in place on what it gets.
+        return (tree_map_only(Tensor, torch.clone, piece) for piece in self._on_device[1])
+
+    def _model_seed(self, refresh: int) -> int:
+        return int(_stream(self.seed, refresh, _MODEL).integers(2**63))
+
+    def _gradients(self, piece: Piece, capture: Capture | None) -> PerSampleGradients:
+        with nullcontext(capture) if capture else Capture(self.model) as recording:
+            return recorded(recording, lambda: self._losses(self.model, piece), len(piece.indices))
 
 
-def _check_seed(seed: Any) -> int:
-    whole = isinstance(seed, int) and not isinstance(seed, bool)
-    expect(whole and seed >= 0, "seed to be an integer of at least 0", seed)
-    return int(seed)
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,15 +1,18 @@
-"""A criterion asked for one loss per sample of public data, rather than for their sum or mean."""
-
-from __future__ import annotations
+"""One loss per sample, rather than their sum or mean."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpspan.public.data import Samples
+from dpspan.support.errors import DPSpanError
+
+SampleLosses = Callable[..., Tensor]  # loss(model, inputs, labels): one loss per sample
 
 
 class SampleCriterion:
@@ -26,14 +29,13 @@ class SampleCriterion:
                 f"pass {instead}, a function that returns them."
             )
         # The user's own keeps its reduction, and its hooks: the engine watches private batches.
-        one_by_one: Any = copy.deepcopy(criterion)
-        one_by_one.reduction = "none"
-        self._criterion: nn.Module = one_by_one
+        unreduced: Any = copy.deepcopy(criterion)
+        unreduced.reduction = "none"
+        self._criterion: nn.Module = unreduced
 
     def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
         """The model's loss for each sample."""
-        outputs = self.outputs(call(model, inputs), len(tree_leaves(labels)[0]))
-        return self.means(self.entries(outputs, labels), outputs, labels)
+        return self.losses(self.outputs(call(model, inputs), len(tree_leaves(labels)[0])), labels)
 
     def outputs(self, returned: Any, samples: int) -> Tensor:
         """The scores in what a model returns; Hugging Face models have them as `logits`."""
@@ -47,14 +49,14 @@ class SampleCriterion:
             )
         return scores
 
-    def entries(self, outputs: Tensor, labels: Any) -> Tensor:
-        """The losses as the criterion gives them, several per sample where it has several."""
-        # Not by calling the module: its copy has the hooks that it had itself.
-        entries: Tensor = self._criterion.to(outputs.device).forward(outputs, labels)
-        return entries
-
-    def means(self, entries: Tensor, outputs: Tensor, labels: Any) -> Tensor:
-        """The mean of each sample's entries; ValueError if they are not one sample's each."""
+    def losses(self, outputs: Tensor, labels: Any) -> Tensor:
+        """The mean loss of each sample; ValueError if it is not that sample's alone."""
+        with explained(
+            f"{self.name} cannot compare the model's outputs, {shapes(outputs)}, with the labels, "
+            f"{shapes(labels)}; if they need some preparation, pass {self._instead}"
+        ):
+            # Not by calling the module: its copy has the hooks that it had itself.
+            entries: Tensor = self._criterion.to(outputs.device).forward(outputs, labels)
         # Outputs (n, 1) against labels (n,) give n² entries: every sample with every label.
         if entries.shape[:1] != outputs.shape[:1] or entries.numel() > outputs.numel():
             raise ValueError(
@@ -71,19 +73,26 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
 
-def takes_classes(criterion: nn.Module) -> bool:
-    """Whether whole numbers as labels are classes to it."""
-    return isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
+def check_one_each(losses: Any, samples: int, *, of: str = "loss") -> Tensor:
+    """The losses that a function returned, if they are one per sample."""
+    if not isinstance(losses, Tensor) or losses.shape != (samples,):
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"Expected {of} to return one loss per sample, shape ({samples},), got {got}. Use "
+            "reduction='none' and average over what is left."
+        )
+    return losses
 
 
-def check_classes(data: Samples, outputs: Tensor, criterion: nn.Module, *, otherwise: str) -> None:
+def check_classes(data: Samples, outputs: Sequence[int], criterion: nn.Module) -> None:
     """Class labels must be the model's classes: a GPU's own error would end the process.
 
-    `otherwise` is what to do if renumbering them does not help.
+    `outputs` is the shape of the outputs for one sample.
     """
-    if outputs.dim() < 2:  # no classes; the criterion says so
+    takes_classes = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
+    if not takes_classes or not outputs:  # no classes; the criterion says so
         return
-    classes, ignored = outputs.shape[1], getattr(criterion, "ignore_index", -100)
+    classes, ignored = outputs[0], getattr(criterion, "ignore_index", -100)
     for indices, _, labels in data.pieces():
         if not isinstance(labels, Tensor) or labels.is_floating_point():  # class probabilities
             continue
@@ -93,8 +102,20 @@ def check_classes(data: Samples, outputs: Tensor, criterion: nn.Module, *, other
             raise ValueError(
                 f"Expected public labels from 0 to {classes - 1}, the model's classes, got "
                 f"{int(labels[wrong][0])} at sample {sample} of '{data.name}': renumber them as "
-                f"the private data has them, or {otherwise}."
+                "the private data has them, or leave out samples of other classes (GEP and PDPSGD "
+                "can do without labels, by public_labels='random')."
             )
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say what was tried when torch refuses it."""
+    try:
+        yield
+    except (DPSpanError, torch.OutOfMemoryError):
+        raise  # they say themselves what to do
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def shapes(tree: Any) -> str:

@@ -1,6 +1,7 @@
-"""Public samples that are copies of private records: found by fingerprints, and refused."""
+"""Public samples that are copies of private records: found by fingerprints, and refused.
 
-from __future__ import annotations
+Also of records that a frozen layer has been applied to, by what they were before.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,12 +9,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from dpspan.public.data import Array, Collate, PublicData, in_order, inputs_of, leaves
-from dpspan.public.encoded import encodings
 
 _COMPARED = 512  # private records compared at a time
+
+
+class Encoded(TensorDataset):
+    """What a layer made of (input, label) pairs.
+
+    `public` is what the layer was learnt from, `layer` its name, and `raw` are the fingerprints of
+    the original inputs: rounding hides copies among encoded ones.
+    """
+
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, *, public: PublicData, layer: str, raw: list[bytes]
+    ) -> None:
+        super().__init__(inputs, labels)
+        self.public, self.layer, self.raw = public, layer, frozenset(raw)
+
+
+def encodings(dataset: Any) -> list[Encoded]:
+    """The encoded datasets that this one is, or is a part or a concatenation of.
+
+    Found behind `dataset` and `datasets`, as torch's Subset and ConcatDataset have them.
+    """
+    if isinstance(dataset, Encoded):
+        return [dataset]
+    behind = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+    return [found for each in behind if each is not None for found in encodings(each)]
 
 
 def fingerprints(inputs: Any) -> list[bytes]:
@@ -28,7 +53,9 @@ def fingerprints(inputs: Any) -> list[bytes]:
     columns = [_canonical(leaf) for _, leaf in leaves(inputs)]
     hashes = [hashlib.blake2b(digest_size=16) for _ in columns[0]]
     for column in columns:
-        rows = column if kept is None or not _is_padded(column, kept) else _unpadded(column, kept)
+        rows = list(column)
+        if kept is not None and _is_padded(column, kept):
+            rows = [row[keep] for row, keep in zip(column, kept, strict=True)]
         for sample, row in zip(hashes, rows, strict=True):
             sample.update(f"{row.shape};".encode())
             sample.update(row.tobytes())
@@ -41,10 +68,6 @@ def _is_padded(column: Array, kept: Array) -> bool:
         return False
     dropped = column[~kept]
     return bool((dropped == dropped.reshape(-1)[:1]).all())
-
-
-def _unpadded(column: Array, kept: Array) -> list[Array]:
-    return [row[keep] for row, keep in zip(column, kept, strict=True)]
 
 
 def refuse_overlap(
@@ -62,8 +85,8 @@ def refuse_overlap(
         return
     if public.raw is None:
         raise ValueError(
-            f"The private data are encoded, the public data '{public.name}' are not, or not so "
-            "that copies could be told: use dpspan.encode_public(layer, public)."
+            f"The private data are encoded, but the public data '{public.name}' are not, or "
+            "without fingerprints of the originals: use dpspan.encode_public(layer, public)."
         )
     refuse_copies(public, (fingerprint for each in encoded for fingerprint in each.raw))
 
@@ -88,8 +111,8 @@ def without_public(
     """The private records that are not copies of public samples (see `refuse_overlap`).
 
     They are taken out of the private side, where each record's fate depends on that record and on
-    public data alone. To take the copies out of the public data would tell from the public data
-    which records are private.
+    public data alone. Removing the copies from the public data instead would reveal which records
+    are private.
 
     Examples:
         >>> import torch
@@ -100,26 +123,16 @@ def without_public(
         8
     """
     if encodings(private):
-        raise ValueError("Take copies of public samples out before the private data are encoded.")
+        raise ValueError("Remove copies of public samples before the private data are encoded.")
     known = set(_public_fingerprints(PublicData.of(public)))
-    return Subset(
-        private,
-        [
-            index
-            for index, fingerprint in enumerate(_private_fingerprints(private, collate_fn))
-            if fingerprint not in known
-        ],
-    )
+    found = enumerate(_private_fingerprints(private, collate_fn))
+    return Subset(private, [index for index, fingerprint in found if fingerprint not in known])
 
 
 def _public_fingerprints(public: PublicData) -> Sequence[bytes]:
     if public.raw is not None:
         return public.raw
-    return [
-        fingerprint
-        for _, inputs, _ in public.pieces(_COMPARED)
-        for fingerprint in fingerprints(inputs)
-    ]
+    return [each for _, inputs, _ in public.pieces(_COMPARED) for each in fingerprints(inputs)]
 
 
 def _private_fingerprints(private: Any, collate_fn: Collate) -> Iterator[bytes]:

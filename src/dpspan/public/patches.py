@@ -1,16 +1,17 @@
 """Features of images by patches of public ones: a frozen first layer that needs no labels.
 
 Private training of few weights on good features often beats that of many from scratch
-(Tramèr and Boneh 2021). Responses to filters of public patches are turned to the principal
-directions that public images have and nearly whitened there: noise is the same in every direction,
-hence so should be the features. Each image is treated by itself, by constants of public data.
+(Tramèr and Boneh 2021). Filters are centres of whitened patches (Coates and Ng 2011). Responses to
+them are turned to the principal directions that public images have and nearly whitened there: noise
+is the same in every direction, hence so should be the features. Each image is treated by itself, by
+constants of public data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,16 +19,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import adaptive_avg_pool2d, conv2d, normalize, unfold
 
 from dpspan.public.augmentation import RandomAffine
 from dpspan.public.data import PublicData
-from dpspan.public.patch_filters import PatchResponses
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.files import replacing
 from dpspan.support.progress import watched
 from dpspan.support.randomness import seeded
 
+_PATCHES = 200_000  # sampled for learning
+_ROUNDS = 10  # of k-means
+_FLAT = 0.15  # of the pixels' deviation, added to a patch's (squares): flat patches stay small
+_WHITENING = 0.1  # added to the variances of patches, which are about 1
+_CUT = 64  # images that are cut into patches at a time
+_CPU_RESPONSES, _GPU_RESPONSES = 2**24, 2**28  # numbers at a time: each filter has a whole image
 _AT_ONCE = 256  # images
 _COLUMNS = 4096  # of a Gram matrix's factor, multiplied at a time
 _FORMAT = "dpspan.PatchFeatures"
@@ -44,7 +50,7 @@ class PublicLayer(nn.Module):
 
     @property
     def public(self) -> PublicData:
-        """What it was learnt from; ValueError if that was left behind."""
+        """What it was learnt from; ValueError if it was loaded without."""
         if self._public is None:
             raise ValueError(
                 f"This {type(self).__name__} was loaded without its public data, from which "
@@ -54,7 +60,7 @@ class PublicLayer(nn.Module):
 
     @property
     def digest(self) -> str:
-        """sha256 of its numbers: another layer, be it by a last bit, has another one."""
+        """sha256 of its numbers: a layer that differs in one bit has another one."""
         found = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             found.update(f"{name};{tuple(tensor.shape)};".encode())
@@ -78,9 +84,6 @@ class PatchFeatures(PublicLayer):
         torch.Size([4, 10])
     """
 
-    mean: Tensor
-    basis: Tensor
-
     def __init__(
         self,
         public: PublicData | None,
@@ -92,8 +95,7 @@ class PatchFeatures(PublicLayer):
     ) -> None:
         super().__init__(public)
         self.responses, self.settings = responses, dict(settings)  # those of `learn`
-        self.register_buffer("mean", mean)
-        self.register_buffer("basis", basis)
+        self.mean, self.basis = nn.Buffer(mean), nn.Buffer(basis)
 
     @classmethod
     def learn(
@@ -113,7 +115,7 @@ class PatchFeatures(PublicLayer):
         device: torch.device | str = "cpu",
         progress: bool = True,
     ) -> Self:
-        """Learn from public images, whose labels are not looked at.
+        """Learn from public images; their labels are not used.
 
         Args:
             public: a Dataset, DataLoader, tensors or `PublicData`; images as the model gets them.
@@ -129,34 +131,35 @@ class PatchFeatures(PublicLayer):
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
             views: how often each public image counts where directions are found: as it is, and
                 otherwise turned, moved and scaled a little, at random. More directions need more.
-            seed: for the patches that are looked at, where k-means starts, and the views.
+            seed: for the sampled patches, the start of k-means, and the views.
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
         """
-        check_count("directions", directions)
-        expect(0 <= check_number("whitening", whitening) <= 1, "0 <= whitening <= 1", whitening)
-        expect(0 < check_number("power", power) <= 1, "0 < power <= 1", power)
-        check_count("views", views)
-        data = PublicData.of(public)
-        sizes, grids = _several(size), _several(grid)
-        images, responses = _learnt(data, filters, sizes, grids, threshold, mirror, seed, device)
-        pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
-        shown = watched(pieces, "learning features", shown=progress)
-        with seeded(seed):  # the views' draws leave the caller's alone
-            means = torch.cat([responses(_changed(x) if view else x) for x, view in shown])
-        found = _directions(means.pow_(power), directions, whitening)
+        grids = [check_count("grid", each) for each in _several(grid)]
         settings = {
-            "filters": filters,
-            "size": list(sizes),
-            "grid": grid if isinstance(grid, int) else list(grids),
+            "filters": check_count("filters", filters),
+            "size": [check_count("size", each) for each in _several(size)],
+            "grid": grids if isinstance(grid, Iterable) else grids[0],
             "threshold": threshold,
             "mirror": mirror,
             "power": power,
-            "directions": directions,
+            "directions": check_count("directions", directions),
             "whitening": whitening,
-            "views": views,
-            "seed": seed,
+            "views": check_count("views", views),
+            "seed": check_seed(seed),
         }
+        _check(settings)
+        data = PublicData.of(public)
+        images = _images(data, settings).to(device)
+        responses = PatchResponses.learn(images, settings)
+        pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
+        shown = watched(pieces, "learning features", shown=progress)
+        with seeded(seed):  # the views' draws leave the caller's alone
+            # Drawn on the CPU, so that the views are the same on every device.
+            means = torch.cat(
+                [responses(_AUGMENT(x.cpu()).to(x.device) if view else x) for x, view in shown]
+            )
+        found = _directions(means.pow_(power), directions, whitening)
         return cls(data, responses, *found, settings=settings)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -199,14 +202,7 @@ class PatchFeatures(PublicLayer):
                 f"samples called '{learnt_from['name']}', got others (with or without labels "
                 "counts, too)."
             )
-        grid, threshold, mirror = (settings[name] for name in ("grid", "threshold", "mirror"))
-        responses = PatchResponses.of(
-            tensors,
-            prefix="responses.",
-            grids=_several(grid),
-            threshold=threshold,
-            mirror=mirror,
-        )
+        responses = PatchResponses.of(tensors, settings, prefix="responses.")
         return cls(data, responses, tensors["mean"], tensors["basis"], settings=settings)
 
     def extra_repr(self) -> str:
@@ -214,68 +210,178 @@ class PatchFeatures(PublicLayer):
         return f"power={self.settings['power']}, {self.basis.shape[1]} directions"
 
 
+class _Bank(nn.Module):
+    """Filters of one size, to be applied to patches over their deviation; and their offsets."""
+
+    def __init__(self, filters: Tensor, offset: Tensor) -> None:
+        super().__init__()
+        self.filters, self.offset = nn.Buffer(filters), nn.Buffer(offset)
+
+
+class PatchResponses(nn.Module):
+    """(n, channels, height, width) to (n, 2 · filters · Σ grid²): mean responses of both signs.
+
+    They are means over the parts of each of the `grids`. Only what exceeds a threshold counts. With
+    `mirror`, an image and its mirror image have the same responses: the mean of both.
+    """
+
+    banks: Sequence[_Bank]
+
+    def __init__(self, banks: Sequence[_Bank], flat: Tensor, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.banks = nn.ModuleList(banks)  # type: ignore[assignment]
+        self.flat = nn.Buffer(flat)
+        self.grids, self.mirror = _several(settings["grid"]), settings["mirror"]
+        self.threshold: float = settings["threshold"]
+
+    @classmethod
+    def learn(cls, images: Tensor, settings: Mapping[str, Any]) -> Self:
+        """Filters of public images, as many of each size as of the others."""
+        generator = torch.Generator().manual_seed(settings["seed"])
+        filters, sizes, flat = settings["filters"], settings["size"], _FLAT * images.std()
+        banks = []
+        for index, size in enumerate(sizes):
+            patches = _patches(images, size, flat, generator)
+            share = filters // len(sizes) + (index < filters % len(sizes))
+            rows, offset = _filters(patches, share, generator)
+            banks.append(_Bank(rows.view(-1, images.shape[1], size, size), offset))
+        return cls(banks, flat, settings)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], *, prefix: str) -> Self:
+        """From a state_dict, whose names begin with `prefix`."""
+        banks: list[_Bank] = []
+        while (start := f"{prefix}banks.{len(banks)}.") + "filters" in tensors:
+            banks.append(_Bank(tensors[f"{start}filters"], tensors[f"{start}offset"]))
+        return cls(banks, tensors[f"{prefix}flat"], settings)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """A piece of the batch at a time: the responses of all filters are large."""
+        first = self.banks[0].filters
+        room = max(bank.filters.shape[-1] for bank in self.banks) + max(self.grids) - 1
+        fits = images.dim() == 4 and images.shape[1] == first.shape[1]
+        if not fits or min(images.shape[2:]) < room:
+            raise ValueError(
+                f"Expected images (n, {first.shape[1]}, height, width) of at least {room} × {room} "
+                f"pixels, like the public ones, got {tuple(images.shape)}."
+            )
+        images = images.to(first.dtype)
+        numbers = _CPU_RESPONSES if images.device.type == "cpu" else _GPU_RESPONSES
+        largest = max(len(bank.filters) for bank in self.banks)
+        piece = max(1, numbers // (largest * images.shape[2:].numel()))
+        return torch.cat([self._of(part) for part in images.split(piece)])
+
+    def _of(self, images: Tensor) -> Tensor:
+        found = self._one_way(images)
+        return (found + self._one_way(images.flip(3))) / 2 if self.mirror else found
+
+    def _one_way(self, images: Tensor) -> Tensor:
+        maps = []
+        for bank in self.banks:
+            response = conv2d(images, bank.filters)
+            response /= _deviation(images, bank.filters.shape[-1], self.flat)
+            response -= bank.offset[:, None, None]
+            above, below = response.clamp_min(self.threshold), response.clamp_max_(-self.threshold)
+            for grid in self.grids:
+                pooled = adaptive_avg_pool2d(above, grid), -adaptive_avg_pool2d(below, grid)
+                maps += [part.flatten(1) for part in pooled]
+        return (torch.cat(maps, 1) - self.threshold).clamp_min_(0)  # 0 but for rounding
+
+
+def _deviation(images: Tensor, size: int, flat: Tensor) -> Tensor:
+    """(n, 1, …): of each patch, and never 0."""
+    count = images.shape[1] * size**2
+    ones = images.new_full((1, images.shape[1], size, size), 1 / count)
+    # About the image's own mean: squares of values far from 0 would cancel.
+    images = images - images.mean((1, 2, 3), keepdim=True)
+    mean, square = conv2d(images, ones), conv2d(images.square(), ones)
+    variance = (square - mean.square()).clamp_min(0) * (count / (count - 1))
+    return (variance + flat.square()).sqrt()
+
+
+def _filters(patches: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(count, channels · size²), to be applied to a patch over its deviation; and their offsets."""
+    mean = patches.mean(0)
+    values, vectors = torch.linalg.eigh(torch.cov(patches.T).double())
+    whiten = (vectors * (values.clamp_min(0) + _WHITENING).rsqrt()) @ vectors.T
+    whiten = whiten.to(patches.dtype)
+    rows = _centres((patches - mean) @ whiten, count, generator) @ whiten
+    offset = rows @ mean
+    return rows - rows.mean(1, keepdim=True), offset  # takes the patch's mean away
+
+
+def _patches(images: Tensor, size: int, flat: Tensor, generator: torch.Generator) -> Tensor:
+    """(patches, channels · size²) from anywhere, without their mean and of like contrast."""
+    each = max(1, _PATCHES // len(images))
+    found = []
+    for part in images.split(_CUT):
+        cut = unfold(part, size).transpose(1, 2)
+        places = torch.rand(cut.shape[:2], generator=generator).argsort(1)[:, :each].to(cut.device)
+        found.append(cut.gather(1, places[..., None].expand(-1, -1, cut.shape[2])).flatten(0, 1))
+    patches = torch.cat(found)
+    patches -= patches.mean(1, keepdim=True)
+    return patches / (patches.var(1, keepdim=True) + flat.square()).sqrt()
+
+
+def _centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(count, …) of length 1: k-means of directions, a row and its negative being the same."""
+    expect(count <= len(rows), f"filters to be at most {len(rows)}, the patches there are", count)
+    start = torch.randperm(len(rows), generator=generator)[:count]
+    centres = normalize(rows[start.to(rows.device)])
+    for _ in range(_ROUNDS):
+        sums = torch.zeros_like(centres)
+        for part in rows.split(10_000):
+            likeness = part @ centres.T
+            nearest = likeness.abs().argmax(1)
+            weight = likeness.gather(1, nearest[:, None])
+            sums.index_add_(0, nearest, weight * part)
+        empty = sums.norm(dim=1) == 0
+        centres = torch.where(empty[:, None], centres, normalize(sums))
+    return centres
+
+
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
-def _learnt(
-    data: PublicData,
-    filters: int,
-    sizes: tuple[int, ...],
-    grids: tuple[int, ...],
-    threshold: float,
-    mirror: bool,
-    seed: int,
-    device: torch.device | str,
-) -> tuple[Tensor, PatchResponses]:
-    """The public images, and the filters that they give."""
-    for name, several in (("size", sizes), ("grid", grids)):
-        expect(bool(several), f"at least one {name}", several)
-        for each in several:
-            check_count(name, each)
-    expect(check_count("filters", filters) >= len(sizes), "filters of each size", filters)
-    expect(0 <= check_number("threshold", threshold) < 100, "0 <= threshold < 100", threshold)
-    expect(isinstance(mirror, bool), "mirror to be True or False", mirror)
-    expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", seed)
-    images = _images(data, min(sizes), max(sizes), max(grids)).to(device)
-    if not images.std() > 0:
-        raise ValueError(f"All pixels of the public data '{data.name}' are alike: give images.")
-    if bool((images == images[:1]).all()):
-        raise ValueError(f"All images of the public data '{data.name}' are alike: give others.")
-    responses = PatchResponses.learn(
-        images,
-        filters=filters,
-        sizes=sizes,
-        grids=grids,
-        threshold=threshold,
-        mirror=mirror,
-        generator=torch.Generator().manual_seed(seed),
+def _check(settings: Mapping[str, Any]) -> None:
+    for name in ("size", "grid"):
+        expect(bool(_several(settings[name])), f"at least one {name}", settings[name])
+    expect(
+        settings["filters"] >= len(settings["size"]), "filters of each size", settings["filters"]
     )
-    return images, responses
+    threshold, power, whitening = (
+        check_number(name, settings[name]) for name in ("threshold", "power", "whitening")
+    )
+    expect(0 <= threshold < 100, "0 <= threshold < 100", threshold)
+    expect(0 < power <= 1, "0 < power <= 1", power)
+    expect(0 <= whitening <= 1, "0 <= whitening <= 1", whitening)
+    expect(isinstance(settings["mirror"], bool), "mirror to be True or False", settings["mirror"])
 
 
-def _images(data: PublicData, smallest: int, size: int, grid: int) -> Tensor:
+def _images(data: PublicData, settings: Mapping[str, Any]) -> Tensor:
     """All of them, checked."""
-    inputs = data.batches[0][0]
+    sizes, grid, inputs = settings["size"], max(_several(settings["grid"])), data.batches[0][0]
     if len(data.batches) > 1 or not isinstance(inputs, Tensor) or inputs.dim() != 4:
         raise ValueError(
             f"Expected the public data '{data.name}' to be images of one shape, (n, channels, "
             "height, width). Patches are cut out of those."
         )
-    if inputs.shape[1] * smallest**2 < 2:
+    if inputs.shape[1] * min(sizes) ** 2 < 2:
         raise ValueError("Expected patches of more than one number: give a larger size.")
-    side = min(inputs.shape[2:])
+    size, side = max(sizes), min(inputs.shape[2:])
     if side - size + 1 < grid or len(inputs) < 2:
         raise ValueError(
             f"Expected at least two images with room for {grid} × {grid} patches of {size} × "
             f"{size} pixels in '{data.name}', got {len(inputs)} of {tuple(inputs.shape[2:])}."
         )
-    return inputs.float()
-
-
-def _changed(images: Tensor) -> Tensor:
-    """Each in its own way, which is the same on every device."""
-    return _AUGMENT(images.cpu()).to(images.device)
+    images = inputs.float()
+    if not images.std() > 0:
+        raise ValueError(f"All pixels of the public data '{data.name}' are alike: give images.")
+    if bool((images == images[:1]).all()):
+        raise ValueError(f"All images of the public data '{data.name}' are alike: give others.")
+    return images
 
 
 def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor, Tensor]:
@@ -294,20 +400,13 @@ def _directions(features: Tensor, count: int, whitening: float) -> tuple[Tensor,
     gram = scaled.new_zeros(len(shorter), len(shorter), dtype=torch.float64)
     for part in shorter.split(_COLUMNS, dim=1):
         gram.addmm_(part.double(), part.double().T)
-    lengths, vectors = _spectrum(gram)
-    kept = min(count, len(lengths))
-    lengths, basis = lengths[:kept], vectors[:, :kept]
+    values, vectors = torch.linalg.eigh(gram)
+    lengths = values.clamp_min(0).sqrt().flip(0)  # singular values, without those of rounding
+    kept = min(count, int((lengths > 1e-4 * lengths[0]).sum()))
+    lengths, basis = lengths[:kept], vectors.flip(1)[:, :kept]
     if few:
         weights = basis / lengths
         basis = torch.cat([p.double().T @ weights for p in scaled.split(_COLUMNS, dim=1)])
     basis = basis / (lengths / lengths[0]) ** whitening
     # Row by row, as a file has it: a product rounds by its factors' layout.
     return mean, (basis.to(scale.dtype) / scale[:, None]).contiguous()
-
-
-def _spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values, largest first, and their vectors; without those that are rounding."""
-    values, vectors = torch.linalg.eigh(gram)
-    lengths = values.clamp_min(0).sqrt().flip(0)
-    kept = int((lengths > 1e-4 * lengths[0]).sum())
-    return lengths[:kept], vectors.flip(1)[:, :kept]

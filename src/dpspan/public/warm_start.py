@@ -10,25 +10,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from dpspan.gradients.capture import captures_on
-from dpspan.public.data import PublicData, move
-from dpspan.public.losses import SampleCriterion, call, check_classes, takes_classes
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.model.trainable import Model, Trainable, chosen_parameters, train_only
+from dpspan.public.data import PublicData
+from dpspan.public.losses import (
+    SampleCriterion,
+    SampleLosses,
+    call,
+    check_classes,
+    check_one_each,
+)
+from dpspan.support.checks import (
+    check_count,
+    check_number,
+    check_positive,
+    check_seed,
+    describe,
+    expect,
+)
 from dpspan.support.randomness import seeded
 
 # Of fewer samples, the one held out would say nothing about the others.
 FEWEST_TO_SPLIT = 5
 
-# loss(model, inputs, labels): one loss per sample
-SampleLosses = Callable[..., Tensor]
+Augment = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,12 +48,12 @@ class WarmStart:
 
     Args:
         data: a Dataset, DataLoader, tensors or `PublicData`, with labels.
-        max_epochs: most epochs; exactly so many where nothing is held out.
-        batch_size: most samples in a minibatch; an epoch is cut into minibatches of even size.
+        max_epochs: the maximum; exactly this number where nothing is held out.
+        batch_size: the maximum; an epoch is cut into minibatches of even size.
         learning_rate: Adam's.
         weight_decay: Adam's.
         validation: share of the samples held out to find the number of epochs; 0 for none.
-        patience: stop after so many epochs without a better held-out loss.
+        patience: stop after this number of epochs without a better held-out loss.
         loss: `loss(model, inputs, labels)` gives one loss per sample, instead of the criterion.
         augment: changes the inputs of each minibatch at random (`RandomAffine()`, for images), not
             those of the held-out samples. Give it more epochs.
@@ -65,14 +76,13 @@ class WarmStart:
     validation: float = 0.2
     patience: int = 20
     loss: SampleLosses | None = None
-    augment: Callable[[Any], Any] | None = None
+    augment: Augment | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_epochs", "batch_size", "patience"):
             check_count(name, getattr(self, name))
-        rate = check_number("learning_rate", self.learning_rate)
-        expect(0 < rate < math.inf, "learning_rate > 0", self.learning_rate)
+        check_positive("learning_rate", self.learning_rate)
         decay = check_number("weight_decay", self.weight_decay)
         expect(0 <= decay < math.inf, "weight_decay >= 0", self.weight_decay)
         share = check_number("validation", self.validation)
@@ -80,54 +90,51 @@ class WarmStart:
         for name in ("loss", "augment"):
             function = getattr(self, name)
             expect(function is None or callable(function), f"{name} to be a function", function)
-        seed = check_number("seed", self.seed)
-        expect(isinstance(seed, int) and 0 <= seed < 2**63, "seed a whole number >= 0", self.seed)
+        check_seed(self.seed)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, without the data."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "data"}
-        return {**plain, "loss": _name_of(self.loss), "augment": _name_of(self.augment)}
+        named = ("loss", "augment", "trainable")
+        return {n: describe(v) if n in named and v is not None else v for n, v in plain.items()}
 
     def summary(self, result: WarmStartResult) -> str:
         """For the record: what was done with the data."""
-        augmented = "" if self.augment is None else f", augmented by {_name_of(self.augment)}"
+        augmented = "" if self.augment is None else f", augmented by {describe(self.augment)}"
         return (
             f"warm start: {result.epochs} epochs of Adam at {self.learning_rate:g}, batches of "
             f"{self.batch_size}{augmented}, seed {self.seed}"
         )
 
-    def run(
-        self, model: nn.Module, criterion: nn.Module | None, *, progress: bool = False
-    ) -> WarmStartResult:
+    def run(self, model: nn.Module, criterion: nn.Module | None) -> WarmStartResult:
         """Train the trainable parameters of the model, in place.
 
         Where training does not lower the held-out loss, and after an error or an interruption,
         the model is as it was. Its modes and torch's random state always are.
         """
         _check_model(model)
-        losses = _CriterionLoss(criterion) if self.loss is None else self.loss
         with (
             seeded(self.seed) as reseed,
-            _put_back_on_error(model) as found,
+            _put_back_on_error(model) as put_back,
             torch.enable_grad(),
-            _progress_bar(visible=progress) as bar,
         ):
             data = _labelled(self.data)
-            if isinstance(losses, _CriterionLoss):
-                losses.check_labels(model, data)
+            losses = self.loss
+            if losses is None:
+                losses = _criterion_losses(criterion, model, data)
             searched, held_out = self._split(data.count)
 
             def from_the_start(samples: Tensor) -> _Trainer:
-                found.restore()
+                put_back()
                 reseed()
                 return _Trainer(self, model, losses, data, samples)
 
             curve: list[float] = []
             if len(held_out):
-                curve = self._held_out_curve(from_the_start(searched), held_out, bar)
+                curve = self._held_out_curve(from_the_start(searched), held_out)
             epochs = curve.index(min(curve)) if curve else self.max_epochs
             trainer = from_the_start(torch.arange(data.count))
-            for _ in bar.track(range(epochs), description="warm start: all samples"):
+            for _ in range(epochs):
                 trainer.epoch()
         return WarmStartResult(
             epochs=epochs,
@@ -150,15 +157,12 @@ class WarmStart:
         held_out = min(max(round(count * self.validation), 1), count - 1)
         return order[held_out:], order[:held_out]
 
-    def _held_out_curve(self, trainer: _Trainer, held_out: Tensor, bar: Progress) -> list[float]:
+    def _held_out_curve(self, trainer: _Trainer, held_out: Tensor) -> list[float]:
         """The held-out loss before training and after each epoch."""
         curve, best = [trainer.mean_loss(held_out)], 0
-        task = bar.add_task("warm start", total=self.max_epochs)
         for epoch in range(1, self.max_epochs + 1):
             trainer.epoch()
             curve.append(trainer.mean_loss(held_out))
-            text = f"warm start: held-out loss {curve[-1]:.4f}"
-            bar.update(task, completed=epoch, description=text)
             if curve[epoch] < curve[best]:
                 best = epoch
             elif epoch - best >= self.patience:
@@ -180,40 +184,86 @@ class WarmStartResult:
     history: tuple[float, ...]
     samples: int
 
-    def describe(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return {**asdict(self), "history": list(self.history)}
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecondPhase(WarmStart):
+    """A warm start of one set of parameters of a pre-trained model (Gu, Kamath, Wu 2023).
+
+    Private training then goes on with the same set. `model = phase.prepare(model)` freezes the
+    rest; then build the optimizer and call `make_private(..., warm_start=phase)`, which trains on
+    the public data, keeps them apart from the private data and puts them on record. The other
+    arguments are `WarmStart`'s.
+
+    Args:
+        trainable: `LastLayers(2)`, `FirstAndLast()`, `Named(("fc",))`, `BiasOnly()`, `LoRA(rank=8)`
+            or your own.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> import dpspan
+        >>> public = torch.randn(40, 4), torch.arange(40) % 2
+        >>> phase = dpspan.SecondPhase(data=public, trainable=dpspan.LastLayers(1))
+        >>> model = phase.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['2.weight', '2.bias']
+    """
+
+    trainable: Trainable
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = "trainable to be a set of parameters, such as LastLayers(1)"
+        expect(isinstance(self.trainable, Trainable), what, self.trainable)
+
+    def prepare(self, model: Model) -> Model:
+        """Freeze everything else, in place; the model with what the set adds to it."""
+        return train_only(model, self.trainable)
+
+    def run(self, model: nn.Module, criterion: nn.Module | None) -> WarmStartResult:
+        """Train the set on the public data, in place; see `WarmStart.run`."""
+        chosen = chosen_parameters(model, self.trainable)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad != (parameter in chosen):
+                state = "trainable" if parameter.requires_grad else "frozen"
+                raise ValueError(
+                    f"The model is not prepared for {self.trainable!r}: '{name}' is {state}. Call "
+                    "phase.prepare(model) first, and build the optimizer after it."
+                )
+        return super().run(model, criterion)
+
+    def summary(self, result: WarmStartResult) -> str:
+        """For the record: what was trained, and how."""
+        return f"second phase of {describe(self.trainable)}, {super().summary(result)}"
 
 
+@dataclass(eq=False, repr=False)
 class _Trainer:
     """Adam on some of the public samples, with its own state, an epoch at a time."""
 
-    def __init__(
-        self,
-        config: WarmStart,
-        model: nn.Module,
-        losses: SampleLosses,
-        data: PublicData,
-        samples: Tensor,
-    ) -> None:
-        self._model, self._losses, self._data, self._samples = model, losses, data, samples
-        self._batch_size, self._augment = config.batch_size, config.augment
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    config: WarmStart
+    model: nn.Module
+    losses: SampleLosses
+    data: PublicData
+    samples: Tensor
+
+    def __post_init__(self) -> None:
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.Adam(
-            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+            self._parameters, lr=self.config.learning_rate, weight_decay=self.config.weight_decay
         )
         # Another seed than the split's, or the first order would be the split's order.
-        self._shuffle = torch.Generator().manual_seed(config.seed + 1)
+        self._shuffle = torch.Generator().manual_seed(self.config.seed + 1)
 
     def epoch(self) -> None:
         """Once over the samples, in a new order."""
-        self._model.train()
-        order = self._samples[torch.randperm(len(self._samples), generator=self._shuffle)]
+        self.model.train()
+        order = self.samples[torch.randperm(len(self.samples), generator=self._shuffle)]
         finite = []
-        for batch in order.tensor_split(math.ceil(len(order) / self._batch_size)):
+        for batch in order.tensor_split(math.ceil(len(order) / self.config.batch_size)):
             self._optimizer.zero_grad()
             # Samples of other shapes come as other pieces.
-            for losses in self._losses_of(batch, self._augment):
+            for losses in self._losses_of(batch, self.config.augment):
                 loss = losses.sum() / len(batch)
                 loss.backward()
                 finite.append(loss.detach().isfinite())
@@ -226,7 +276,7 @@ class _Trainer:
 
     def mean_loss(self, samples: Tensor) -> float:
         """The mean loss of the samples in evaluation mode."""
-        self._model.eval()
+        self.model.eval()
         with torch.no_grad():
             sums = [x.double().sum() for x in self._losses_of(samples)]
         mean = float(torch.stack(sums).sum()) / len(samples)
@@ -234,22 +284,12 @@ class _Trainer:
             raise ValueError(_DIVERGED if self._optimizer.state else _NOT_FINITE_BEFORE)
         return mean
 
-    def _losses_of(
-        self, samples: Tensor, augment: Callable[[Any], Any] | None = None
-    ) -> Iterator[Tensor]:
+    def _losses_of(self, samples: Tensor, augment: Augment | None = None) -> Iterator[Tensor]:
         """One loss per sample, in as few pieces as the batch size and their shapes allow."""
-        device, chosen = _device(self._model), samples.sort().values
-        for indices, inputs, labels in self._data.pieces(self._batch_size, chosen):
-            seen = move(inputs, device)
-            if augment is not None:
-                seen = augment(seen)
-            losses = self._losses(self._model, seen, move(labels, device))
-            if losses.shape != indices.shape:
-                raise ValueError(
-                    f"Expected loss to return one loss per sample, shape ({len(indices)},), got "
-                    f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
-                )
-            yield losses
+        device, chosen = self._parameters[0].device, samples.sort().values
+        for indices, inputs, labels in self.data.pieces(self.config.batch_size, chosen, device):
+            seen = inputs if augment is None else augment(inputs)
+            yield check_one_each(self.losses(self.model, seen, labels), len(indices))
 
 
 _DIVERGED = (
@@ -262,83 +302,52 @@ _NOT_FINITE_BEFORE = (
 )
 
 
-class _Found:
-    """The trainable weights, the buffers and the modes that a model came with."""
+@contextmanager
+def _put_back_on_error(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Whatever goes wrong, an interruption too, the model is as it was; or when it is asked for.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
-        self._buffers = [(b, b.clone()) for b in model.buffers()]
+    Its modes are as before in any case, and no gradient of public data stays.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    contents = [(tensor, tensor.detach().clone()) for tensor in (*trained, *model.buffers())]
+    modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
 
-    def restore(self) -> None:
-        """Weights and buffers, in the tensors that held them."""
+    def put_back() -> None:
         with torch.no_grad():
-            for tensor, content in (*self._weights, *self._buffers):
+            for tensor, content in contents:
                 tensor.copy_(content)
-        for module, _, buffers in self._modules:
+        for module, _, buffers in modules:
             module._buffers.clear()
             module._buffers.update(buffers)
 
-    def restore_modes(self) -> None:
-        """Training or evaluation, module by module; and no gradient of public data stays."""
-        for module, training, _ in self._modules:
+    try:
+        yield put_back
+    except BaseException:
+        put_back()
+        raise
+    finally:
+        for module, training, _ in modules:
             module.training = training
-        for parameter, _ in self._weights:
+        for parameter in trained:
             parameter.grad = None
 
 
-@contextmanager
-def _put_back_on_error(model: nn.Module) -> Iterator[_Found]:
-    """Whatever goes wrong, an interruption too, the model is as it was."""
-    found = _Found(model)
-    try:
-        yield found
-    except BaseException:
-        found.restore()
-        raise
-    finally:
-        found.restore_modes()
-
-
-def _progress_bar(*, visible: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    where = Console(quiet=not visible)  # a disabled bar may still end its line
-    return Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet)
-
-
-class _CriterionLoss:
-    """One loss per sample by the criterion of the private run."""
-
-    def __init__(self, criterion: nn.Module | None) -> None:
-        if criterion is None:
-            raise ValueError(
-                "Expected a criterion or a loss to train with on public data, got neither. Pass "
-                "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
-            )
-        self._given = criterion
-        self._criterion = SampleCriterion(criterion, instead="WarmStart(loss=...)")
-
-    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
-        return self._criterion(model, inputs, labels)
-
-    def check_labels(self, model: nn.Module, data: PublicData) -> None:
-        """All of them before training, not one by one as they come."""
-        if not takes_classes(self._given):
-            return
-        model.eval()
-        with torch.no_grad():
-            _, inputs, _ = next(data.pieces(1))
-            outputs = self._criterion.outputs(call(model, move(inputs, _device(model))), 1)
-        check_classes(data, outputs, self._given, otherwise="leave out samples of other classes")
-
-
-def _name_of(function: Callable[..., Any] | None) -> str | None:
-    """What a record calls a function: an object by its settings, a function by its name."""
-    if function is None:
-        return None
-    if is_dataclass(function):
-        return repr(function)
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+def _criterion_losses(
+    criterion: nn.Module | None, model: nn.Module, data: PublicData
+) -> SampleCriterion:
+    """By the criterion of the private run; all labels are checked before training."""
+    if criterion is None:
+        raise ValueError(
+            "Expected a criterion or a loss to train with on public data, got neither. Pass "
+            "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
+        )
+    losses = SampleCriterion(criterion, instead="WarmStart(loss=...)")
+    model.eval()
+    with torch.no_grad():
+        _, inputs, _ = next(data.pieces(1, device=next(model.parameters()).device))
+        outputs = losses.outputs(call(model, inputs), 1)
+    check_classes(data, outputs.shape[1:], criterion)
+    return losses
 
 
 def _labelled(source: object) -> PublicData:
@@ -361,7 +370,3 @@ def _check_model(model: nn.Module) -> None:
             "The model belongs to a private run, which would take public samples for private ones. "
             "Warm start it before make_private, or call detach() on its engine first."
         )
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

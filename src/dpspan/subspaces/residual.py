@@ -13,9 +13,8 @@ Their sum is wᵀJ − (wᵀA)H, and what rounding can hide between the measured
 comes on top of the norm (see `numerics`), in IEEE float32 whatever torch is set to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -25,7 +24,14 @@ from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import line_blocks
 from dpspan.gradients.layers.terms import Rows, Stack, Term, kept
-from dpspan.gradients.numerics import Arithmetic, bounds, exact, ieee, minus_product, squared_norms
+from dpspan.gradients.numerics import (
+    Arithmetic,
+    bounds,
+    ieee,
+    minus_product,
+    plain_arithmetic,
+    squared_norms,
+)
 from dpspan.gradients.operator import Pack, PerSampleGradients, usable_weights
 
 _FLOAT64 = Arithmetic(2.0**-53, 0.0)
@@ -41,40 +47,29 @@ _CANCELLATION = 2.0**-6
 Names = tuple[str, ...]  # of the parameters in a pack
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Residual:
     """Rows J − A H."""
 
-    def __init__(
-        self,
-        gradients: PerSampleGradients,
-        anchors: PerSampleGradients,
-        shares: Tensor,
-        *,
-        taken: Tensor,
-        kernels: Mapping[Names, tuple[Tensor, Tensor]],
-    ) -> None:
-        self._gradients = gradients  # J
-        self._anchors = anchors  # H
-        self._shares = shares  # A (n, m) float64
-        self._taken = taken  # (n,) the length of A H: of the embedding
-        self._kernels = kernels  # by pack: J Hᵀ and H Hᵀ in float64
+    gradients: PerSampleGradients  # J
+    anchors: PerSampleGradients  # H
+    shares: Tensor  # A (n, m) float64
+    taken: Tensor  # (n,) the length of A H: of the embedding
+    kernels: Mapping[Names, tuple[Tensor, Tensor]]  # by pack: J Hᵀ and H Hᵀ in float64
 
     def norm_bounds(self) -> Tensor:
         """Upper bounds of the norms of the vectors that `combine` sums, (n,) float64."""
         _, squares = self._squared_norms
         # As in PerSampleGradients: the weights are rounded to working precision.
-        bound = (1 + 16 * Arithmetic.of(self._gradients.like).unit) * squares.sqrt()
-        return bound if self._all_kept else torch.maximum(bound, _CANCELLATION * self._taken)
+        bound = (1 + 16 * Arithmetic.of(self.gradients.like).unit) * squares.sqrt()
+        if set(self._rows) >= set(self.anchors.packs):  # all of them are kept
+            return bound
+        return torch.maximum(bound, _CANCELLATION * self.taken)
 
-    def norms(self) -> Tensor:
-        """Norms of the residuals, (n,) float64."""
-        values, _ = self._squared_norms
-        return values.sqrt()
-
-    @exact()
+    @plain_arithmetic()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀ(J − A H), by parameter."""
-        like, scale = self._gradients.like, self._gradients.scale
+        like, scale = self.gradients.like, self.gradients.scale
         scaled = (weights * scale).to(like)
         used = usable_weights(scaled)  # a weight that is dropped for J is dropped for H too
         rounded = torch.where(used, scaled, 0.0)
@@ -82,89 +77,81 @@ class Residual:
         sums: dict[str, Tensor] = {}
         with ieee(like):
             for names, rows in self._rows.items():
-                sizes = [self._gradients.shapes[name].numel() for name in names]
+                sizes = [self.gradients.shapes[name].numel() for name in names]
                 parts = (rounded @ kept(rows, dropped))[: sum(sizes)].split(sizes)
                 sums |= dict(zip(names, parts, strict=True))
-            others = [name for name in self._gradients.shapes if name not in sums]
+            others = [name for name in self.gradients.shapes if name not in sums]
             if others:
-                shares = torch.where(used.unsqueeze(1), self._shares, 0.0)
+                shares = torch.where(used.unsqueeze(1), self.shares, 0.0)
                 taken = torch.where(used, weights, 0.0).to(shares) @ shares  # 0 · NaN is not 0
-                own = self._gradients.select(others).combine(weights)
-                spanned = self._anchors.select(others).combine(taken, finite=True)
+                own = self.gradients.select(others).combine(weights)
+                spanned = self.anchors.select(others).combine(taken, finite=True)
                 sums |= {name: own[name] - spanned[name] for name in others}
-        return {name: sums[name].view(shape) for name, shape in self._gradients.shapes.items()}
+        return {name: sums[name].view(shape) for name, shape in self.gradients.shapes.items()}
 
     @cached_property
     def _rows(self) -> dict[Names, Tensor]:
         """The rows of r that are kept, by pack, in the units of J as it was recorded."""
-        own, anchors = self._gradients.packs, self._anchors.packs
-        names = [each for each in anchors if each not in self._kernels]
-        numbers = self._gradients.samples * sum(anchors[each].shape.numel() for each in names)
-        like = self._gradients.like
+        anchors, like = self.anchors.packs, self.gradients.like
+        packs = {names: pack for names, pack in anchors.items() if names not in self.kernels}
+        numbers = self.gradients.samples * sum(pack.shape.numel() for pack in packs.values())
         if numbers * like.element_size() > _memory(like.device):
             return {}
-        shares = (self._shares * (self._anchors.scale / self._gradients.scale)).to(like)
+        shares = (self.shares * (self.anchors.scale / self.gradients.scale)).to(like)
         return {
-            each: torch.cat(
+            names: torch.cat(
                 [
                     minus_product(left, shares, right)
-                    for left, right in line_blocks(
-                        own[each].term if each in own else self._zeros(anchors[each]).term,
-                        anchors[each].term,
-                        anchors[each].shape,
-                    )
+                    for left, right in line_blocks(self._own(names).term, pack.term, pack.shape)
                 ],
                 dim=1,
             )
-            for each in names
+            for names, pack in packs.items()
         }
-
-    @property
-    def _all_kept(self) -> bool:
-        return set(self._rows) >= set(self._anchors.packs)
 
     @cached_property
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
-        with exact():
+        with plain_arithmetic():
             rows = self._rows
-            with ieee(self._gradients.like):  # as `combine`
+            with ieee(self.gradients.like):  # as `combine`
                 return self._measure(rows)
 
     def _measure(self, rows: Mapping[Names, Tensor]) -> tuple[Tensor, Tensor]:
-        own, anchors, scale = self._gradients.packs, self._anchors.packs, self._gradients.scale
-        arithmetic = Arithmetic.of(self._gradients.like)
+        own, anchors, scale = self.gradients.packs, self.anchors.packs, self.gradients.scale
+        arithmetic = Arithmetic.of(self.gradients.like)
         # In the units of J as it was recorded; the scale comes back at the end.
-        shares = self._shares * (self._anchors.scale / scale)
+        shares = self.shares * (self.anchors.scale / scale)
         # The length of what is taken off each row, pack by pack, if nothing in it cancelled.
-        lengths = self._anchors.pack_magnitudes
+        lengths = self.anchors.pack_magnitudes
         # (`combine` drops weights that are subnormal: no more than the last term.)
-        lost = torch.finfo(self._gradients.like.dtype).tiny * lengths.sum(1, keepdim=True)
+        lost = torch.finfo(self.gradients.like.dtype).tiny * lengths.sum(1, keepdim=True)
         taken = dict(zip(anchors, lengths @ shares.abs().T + lost / _LEAST, strict=True))
-        rounded = shares.to(self._gradients.like)
+        rounded = shares.to(self.gradients.like)
         value = torch.zeros(len(shares), dtype=torch.float64, device=shares.device)
         bound = value.clone()
         for names in own | anchors:
             if names in rows:
                 square = squared_norms(rows[names])
                 hidden = (arithmetic.norm + arithmetic.summand) * square.sqrt()
-            elif names in self._kernels:
+            elif names in self.kernels:
                 square, hidden = _by_kernel(
-                    own[names], anchors[names], shares, taken[names], *self._kernels[names]
+                    own[names], anchors[names], shares, taken[names], *self.kernels[names]
                 )
             elif names in anchors:
-                mine = own[names] if names in own else self._zeros(anchors[names])
-                square, hidden = _by_rows(mine, anchors[names], rounded, taken[names])
+                square, hidden = _by_rows(self._own(names), anchors[names], rounded, taken[names])
             else:  # the subspace has no part in these parameters
                 square, hidden = _untouched(own[names])
             value += square
             bound += (square.sqrt() + hidden).square()
         return value * scale**2, bound * scale**2
 
-    def _zeros(self, pack: Pack) -> Pack:
-        """The rows of parameters that took no part in the private batch."""
-        zero = self._gradients.like.new_zeros(())
-        return Pack(Rows(zero.expand(self._gradients.samples, pack.shape.numel())), pack.shape)
+    def _own(self, names: Names) -> Pack:
+        """Rows of J; zeros of parameters that took no part in the private batch."""
+        if names in self.gradients.packs:
+            return self.gradients.packs[names]
+        pack, zero = self.anchors.packs[names], self.gradients.like.new_zeros(())
+        return Pack(Rows(zero.expand(self.gradients.samples, pack.shape.numel())), pack.shape)
 
 
 def _memory(device: torch.device) -> float:
@@ -196,7 +183,7 @@ def _by_kernel(
     own: Pack, anchors: Pack, shares: Tensor, taken: Tensor, cross: Tensor, gram: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same from inner products in float64, which leave room for the cancellation."""
-    precise = _double(own.term).squared_norms(_FLOAT64)
+    precise = own.term.double().squared_norms(_FLOAT64)
     square = precise.value - 2 * (shares * cross).sum(1) + (shares @ gram * shares).sum(1)
     square = square.clamp(min=0)
     length = precise.magnitude.sqrt() + taken  # what all rounding is relative to
@@ -215,14 +202,6 @@ def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
     )
     bound = bounds(norms.value[None], norms.magnitude[None], errors)[0]
     return norms.value, bound.sqrt() - norms.value.sqrt()
-
-
-def _double(term: Term) -> Term:
-    """The same term with factors in float64."""
-    if isinstance(term, Stack):
-        return Stack([_double(part) for part in term.parts])
-    assert isinstance(term, Outer | Lookup)  # the terms that have a kernel
-    return term.double()
 
 
 def _width(term: Term) -> int:

@@ -5,8 +5,6 @@ C K Cᵀ = I. With K = QΛQᵀ the top k directions are C = Λ_k^{-1/2} Q_kᵀ. 
 that holds: it decides only how good the subspace is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +12,8 @@ import numpy as np
 import scipy.sparse.linalg
 import torch
 from torch import Tensor
+
+from dpspan.support.checks import check_count
 
 _RIDGE = 2.0**-49  # eight units of rounding
 
@@ -44,14 +44,13 @@ class Eigh:
     Examples:
         >>> import torch
         >>> import dpspan
-        >>> public, solver = torch.randn(100, 64), dpspan.Eigh()
-        >>> method = dpspan.GEP(public=public, rank=10, solver=solver)
-        >>> method.describe()["solver"]
-        'Eigh()'
+        >>> solver = dpspan.Eigh()
+        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=solver)
     """
 
-    def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
-        """The top eigenvectors."""
+    def __call__(
+        self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None = None
+    ) -> Basis:
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0), vectors.flip(1)
         return Basis(_whitened(values[:rank], vectors[:, :rank], floor), values)
@@ -64,16 +63,14 @@ class Lanczos:
     Examples:
         >>> import torch
         >>> import dpspan
-        >>> public, solver = torch.randn(100, 64), dpspan.Lanczos()
-        >>> method = dpspan.GEP(public=public, rank=10, solver=solver)
-        >>> method.describe()["solver"]
-        'Lanczos()'
+        >>> solver = dpspan.Lanczos()
+        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=solver)
     """
 
     def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
-            return Eigh()(gram, rank, floor=floor, previous=None)
+            return Eigh()(gram, rank, floor=floor)
         # A fixed start: ARPACK's own is random, and signs that differ between processes would
         # cancel in their sum.
         start = np.random.default_rng(0).standard_normal(len(gram))
@@ -82,9 +79,9 @@ class Lanczos:
                 gram.cpu().numpy(), k=rank, which="LA", v0=start
             )
         except scipy.sparse.linalg.ArpackError:
-            return Eigh()(gram, rank, floor=floor, previous=None)
-        values = torch.from_numpy(found.copy()).to(gram).flip(0)
-        vectors = torch.from_numpy(directions.copy()).to(gram).flip(1)
+            return Eigh()(gram, rank, floor=floor)
+        values, vectors = (torch.from_numpy(x.copy()).to(gram) for x in (found, directions))
+        values, vectors = values.flip(0), vectors.flip(1)
         return Basis(_whitened(values, vectors, floor), values)
 
 
@@ -99,22 +96,18 @@ class PowerIteration:
     Examples:
         >>> import torch
         >>> import dpspan
-        >>> public, solver = torch.randn(100, 64), dpspan.PowerIteration(iterations=2)
-        >>> method = dpspan.GEP(public=public, rank=10, solver=solver)
-        >>> method.describe()["solver"]
-        'PowerIteration(iterations=2)'
+        >>> solver = dpspan.PowerIteration(iterations=2)
+        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=solver)
     """
 
     iterations: int = 1
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"Expected iterations of at least 1, got {self.iterations}.")
+        check_count("iterations", self.iterations)
 
     def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
-        """The directions after `iterations` passes."""
         if previous is None:
-            return Eigh()(gram, rank, floor=floor, previous=None)
+            return Eigh()(gram, rank, floor=floor)
         # Unit scale keeps the powers of K below in range.
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
         k, shift = gram / scale, floor / scale
@@ -124,11 +117,8 @@ class PowerIteration:
         k.diagonal().add_(shift)
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)
-        c = torch.where(
-            there,
-            previous * scale.sqrt(),
-            torch.eye(*previous.shape, dtype=gram.dtype, device=gram.device),
-        )
+        identity = torch.eye(*previous.shape, dtype=gram.dtype, device=gram.device)
+        c = torch.where(there, previous * scale.sqrt(), identity)
         for _ in range(self.iterations):
             c = _orthonormalised(c @ k, k)
         c = _orthonormalised(c, k)  # once more: one pass leaves what rounding it had

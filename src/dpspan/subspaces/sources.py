@@ -1,10 +1,13 @@
-"""Where the subspace of a step comes from: public gradients at the present weights, or chance."""
+"""The subspaces of a run: one per group of parameters, from public gradients or at random.
 
-from __future__ import annotations
+GEP divides the parameters into groups, each with an orthonormal basis of its own. The embedding is
+the groups' embeddings side by side, and so is the residual: each is clipped as one vector.
+"""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,97 +18,131 @@ from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import full_precision
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import PublicGradients
-from dpspan.subspaces.groups import Groups, Span, grouped, ranks
+from dpspan.public.gradients import PublicGradientSource
+from dpspan.subspaces.residual import Names, Residual
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.checks import check_count, expect
 from dpspan.support.device_facts import Health
 
 # A basis written out may take this much memory; beyond it coefficients have to do.
 _CPU_BASIS_BYTES = 256 * 2**20
 _GPU_BASIS_BYTES = 4096 * 2**20
 
+Groups = int | Callable[[str], Hashable]
 
-class SpanSource(Protocol):
-    """Makes the subspaces of a run. It sees public data and released weights, nothing else."""
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupResidual:
+    """What lies outside of the subspaces of all groups, as one vector per sample."""
+
+    parts: Sequence[Residual]
+
+    def norm_bounds(self) -> Tensor:
+        """Upper bounds of the norms, (n,) float64."""
+        return torch.stack([part.norm_bounds() for part in self.parts]).square().sum(0).sqrt()
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """A weighted sum of the residuals, by parameter."""
+        return _merged([part.combine(weights) for part in self.parts])
+
+
+class GroupedSubspace:
+    """Subspaces of disjoint groups of parameters, as one."""
+
+    def __init__(self, parts: Mapping[Names, Subspace]) -> None:
+        self.parts = parts
+        self._sizes = [part.dimensions for part in parts.values()]
+        self.dimensions = sum(self._sizes)  # length of an embedding
+
+    def embed(self, gradients: PerSampleGradients) -> Tensor:
+        """Each gradient's coordinates in the subspaces, (n, k) float64."""
+        embeddings = [part.embed(gradients.select(names)) for names, part in self.parts.items()]
+        return torch.cat(embeddings, dim=1)
+
+    def split(self, gradients: PerSampleGradients) -> tuple[Tensor, GroupResidual]:
+        """Each gradient's coordinates in the subspaces, and what lies outside of them."""
+        splits = [part.split(gradients.select(names)) for names, part in self.parts.items()]
+        embeddings, residuals = zip(*splits, strict=True)
+        return torch.cat(embeddings, dim=1), GroupResidual(residuals)
+
+    def lift(self, z: Tensor) -> dict[str, Tensor]:
+        """A vector of the subspaces by parameter."""
+        parts = zip(self.parts.values(), z.split(self._sizes), strict=True)
+        # Public gradients that are not finite are an error of their own.
+        return _merged([part.lift(own, finite=True) for part, own in parts])
+
+
+def _merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+@dataclass(eq=False)
+class PublicSpan:
+    """The principal directions of the gradients of public samples, renewed in the course of a run.
+
+    It sees public data and released weights, nothing else.
+    """
+
+    gradients: PublicGradientSource
+    rank: int
+    groups: Groups
+    solver: Solver
+    warn: Callable[[str], None]
+    _last: dict[Names, Tensor] = field(default_factory=dict)  # coefficients of the last subspace
+    _health: Health = field(default_factory=Health)
+    _warned: bool = False  # of a reduced rank, which may change from step to step
 
     @property
     def public(self) -> tuple[PublicData, ...]:
         """The public data that it uses."""
+        return (self.gradients.data,)
 
-    def span(self, refresh: int, *, products: float, capture: Capture | None = None) -> Span:
+    def span(
+        self, refresh: int, *, products: float, capture: Capture | None = None
+    ) -> GroupedSubspace:
         """The subspace number `refresh`; `capture` is the model's own, where it has one.
 
         How many products with gradients it will be used for decides how it is best written.
         """
-
-
-class PublicSpan:
-    """The principal directions of the gradients of public samples."""
-
-    def __init__(
-        self,
-        gradients: PublicGradients,
-        *,
-        rank: int,
-        groups: Groups,
-        solver: Solver,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._gradients = gradients
-        self._rank, self._groups, self._solver, self._warn = rank, groups, solver, warn
-        self._last: dict[tuple[str, ...], Tensor] = {}  # coefficients of the last subspace
-        self._health = Health()
-        self._warned = False  # of a reduced rank, which may change from step to step
-
-    @property
-    def public(self) -> tuple[PublicData, ...]:
-        return (self._gradients.data,)
-
-    def span(self, refresh: int, *, products: float, capture: Capture | None = None) -> Span:
-        gradients = self._gradients(refresh, capture)
-        groups = grouped(gradients.shapes, self._groups)
-        sizes = ranks(gradients.shapes, groups, self._rank)
+        gradients = self.gradients(refresh, capture)
+        groups = grouped(gradients.shapes, self.groups)
         parts = {
             names: Subspace.from_gradients(
-                gradients.select(names), rank, solver=self._solver, previous=self._last.get(names)
+                gradients.select(names), rank, solver=self.solver, previous=self._last.get(names)
             )
-            for names, rank in zip(groups, sizes, strict=True)
+            for names, rank in zip(groups, ranks(gradients.shapes, groups, self.rank), strict=True)
         }
-        self._check(Span(parts))
-        if self._gradients.fixed:  # they go with the samples, and are no start for other ones
+        self._check(list(parts.values()))
+        if self.gradients.fixed:  # they go with the samples, and are no start for other ones
             self._last = {names: part.coefficients for names, part in parts.items()}
-        return Span(
-            {
-                names: part.explicit() if _explicit_pays(part, products) else part
-                for names, part in parts.items()
-            }
-        )
+        for names, part in parts.items():
+            parts[names] = part.explicit() if _explicit_pays(part, products) else part
+        return GroupedSubspace(parts)
 
-    def _check(self, span: Span) -> None:
-        parts = list(span.parts.values())
-        finite = torch.stack([torch.isfinite(p.coefficients).all() for p in parts]).all()
+    def _check(self, parts: Sequence[Subspace]) -> None:
+        finite = torch.stack([torch.isfinite(part.coefficients).all() for part in parts]).all()
         live = torch.stack([part.live for part in parts]).sum()
         facts = self._health.known(torch.stack([finite.to(live), live]))
         if facts is None:
             return
-        is_finite, rank = int(facts[0]), int(facts[1])
-        if not is_finite:
+        if not facts[0]:
             raise ValueError(
                 "The gradients of the public samples are not finite, so they span no subspace. If "
                 "training has diverged, lower the learning rate; otherwise look for NaN, Inf or "
                 "huge values in the public data."
             )
+        rank = int(facts[1])
         if rank == 0:
             raise ValueError(
                 "The gradients of the public samples are all zero, so they span no subspace. Give "
                 "public samples on which the model still has something to learn (random labels "
                 "always do), or use DPSGD."
             )
-        if rank < self._rank and not self._warned:
+        if rank < self.rank and not self._warned:
             self._warned = True
-            self._warn(
-                f"the public gradients span {rank} directions, fewer than rank={self._rank}: the "
+            self.warn(
+                f"the public gradients span {rank} directions, fewer than rank={self.rank}: the "
                 "rank is reduced to what they span; more public samples would give more"
             )
 
@@ -113,13 +150,14 @@ class PublicSpan:
 class RandomSpan:
     """Random directions, the same for a whole run or drawn anew at every refresh."""
 
+    public: tuple[PublicData, ...] = ()
+
     def __init__(self, model: nn.Module, *, rank: int, redraw: bool, seed: int) -> None:
         self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
         self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
         size = sum(shape.numel() for shape in self._shapes.values())
-        if rank > size:
-            raise ValueError(f"Expected rank of at most {size}, the parameters, got {rank}.")
-        needed, limit = rank * size * self._like.element_size(), _limit(self._like, 4)
+        expect(rank <= size, f"rank of at most {size}, the parameters", rank)
+        needed, limit = rank * size * self._like.element_size(), 4 * _basis_bytes(self._like)
         if needed > limit:
             raise ValueError(
                 f"{rank} random directions for {size:,} parameters would take {needed / 2**30:.1f} "
@@ -127,21 +165,19 @@ class RandomSpan:
                 "directions of public gradients, which are never written out."
             )
         self._rank, self._redraw, self._seed = rank, redraw, seed
-        self._fixed: Span | None = None
+        self._fixed: GroupedSubspace | None = None
 
-    @property
-    def public(self) -> tuple[PublicData, ...]:
-        return ()
+    def span(
+        self, refresh: int, *, products: float, capture: Capture | None = None
+    ) -> GroupedSubspace:
+        """The subspace number `refresh`."""
+        if self._redraw:
+            return self._draw(refresh)
+        if self._fixed is None:
+            self._fixed = self._draw(0)  # whenever it is asked for: a resumed run finds the same
+        return self._fixed
 
-    def span(self, refresh: int, *, products: float, capture: Capture | None = None) -> Span:
-        if self._fixed is not None:
-            return self._fixed
-        drawn = self._draw(refresh if self._redraw else 0)  # a resumed run finds the same ones
-        if not self._redraw:
-            self._fixed = drawn
-        return drawn
-
-    def _draw(self, refresh: int) -> Span:
+    def _draw(self, refresh: int) -> GroupedSubspace:
         # Drawn on the CPU, so that every process and device has the same directions.
         (word,) = np.random.SeedSequence([self._seed, refresh]).generate_state(1)
         generator = torch.Generator().manual_seed(int(word))
@@ -151,7 +187,10 @@ class RandomSpan:
         }
         gradients = PerSampleGradients(self._shapes, rows, self._rank, like=self._like)
         subspace = Subspace.from_gradients(gradients, self._rank, solver=Eigh())
-        return Span({tuple(self._shapes): subspace.explicit()})
+        return GroupedSubspace({tuple(self._shapes): subspace.explicit()})
+
+
+SpanSource = PublicSpan | RandomSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +211,7 @@ class RandomSubspace:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"Expected rank an int of at least 1, got {self.rank!r}.")
+        check_count("rank", self.rank)
 
 
 def _explicit_pays(part: Subspace, products: float) -> bool:
@@ -181,12 +219,67 @@ def _explicit_pays(part: Subspace, products: float) -> bool:
     gradients, k, m = part.gradients, part.dimensions, part.gradients.samples
     sizes = {names: pack.shape.numel() for names, pack in gradients.packs.items()}
     total = sum(sizes.values())
-    if k * total * gradients.like.element_size() > _limit(gradients.like, 1):
+    if k * total * gradients.like.element_size() > _basis_bytes(gradients.like):
         return False
     # Layers whose inner products come from their factors cost next to nothing as they are.
     by_rows = sum(size for names, size in sizes.items() if names not in part.kernels)
     return total * k * (m + products) < 0.8 * by_rows * m * products
 
 
-def _limit(like: Tensor, times: int) -> int:
-    return times * (_CPU_BASIS_BYTES if like.device.type == "cpu" else _GPU_BASIS_BYTES)
+def _basis_bytes(like: Tensor) -> int:
+    return _CPU_BASIS_BYTES if like.device.type == "cpu" else _GPU_BASIS_BYTES
+
+
+# -- groups of parameters -------------------------------------------------------------------------
+
+
+def by_stage(name: str) -> str:
+    """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.by_stage("layer3.0.conv1.weight")
+        'layer3'
+    """
+    return name.split(".")[0]
+
+
+def grouped(shapes: Mapping[str, torch.Size], groups: Groups) -> list[Names]:
+    """The parameters in `groups` of about the same size, or by a function of their name."""
+    if isinstance(groups, int):
+        return _contiguous(shapes, groups)
+    collected: dict[Hashable, Names] = {}
+    for name in shapes:
+        key = groups(name)
+        collected[key] = (*collected.get(key, ()), name)
+    return list(collected.values())
+
+
+def _contiguous(shapes: Mapping[str, torch.Size], count: int) -> list[Names]:
+    most = f"groups between 1 and {len(shapes)}, the number of parameters"
+    expect(1 <= count <= len(shapes), most, count)
+    total = sum(shape.numel() for shape in shapes.values())
+    groups: list[Names] = [()]
+    passed = 0
+    for index, (name, shape) in enumerate(shapes.items()):
+        later = count - len(groups)  # every later group needs a parameter too
+        # A parameter belongs to the group in which its middle lies.
+        beyond = passed + shape.numel() / 2 > total * len(groups) / count
+        if groups[-1] and later and (beyond or len(shapes) - index <= later):
+            groups.append(())
+        groups[-1] += (name,)
+        passed += shape.numel()
+    return groups
+
+
+def ranks(
+    shapes: Mapping[str, torch.Size], groups: Sequence[Sequence[str]], rank: int
+) -> list[int]:
+    """How many directions each group gets: in proportion to the root of its size, `rank` in all."""
+    roots = [math.sqrt(sum(shapes[name].numel() for name in names)) for names in groups]
+    shares = [rank * root / sum(roots) for root in roots]
+    whole = [max(1, int(share)) for share in shares]
+    order = sorted(range(len(groups)), key=lambda i: whole[i] - shares[i])  # most wanting first
+    for i in order[: max(0, rank - sum(whole))]:
+        whole[i] += 1
+    return whole

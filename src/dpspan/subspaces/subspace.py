@@ -1,34 +1,29 @@
 """A low-dimensional subspace of parameter space, spanned by gradients and written in coefficients.
 
 The paper's B (k × p, orthonormal rows) is C H: H are m gradients, kept as the operator they are,
-and C is k × m (see `solvers`). Then
-
-    embedding of gradients J    J Bᵀ = (J Hᵀ) Cᵀ
-    a vector z back in R^p      zᵀB = (zᵀC) H
-    residual of gradients       J − (J Bᵀ) B = J − A H,  A = (J Bᵀ) C
-
-so no p × k matrix exists. Where one is cheaper (few directions of many gradients, used for several
-steps), it is the same thing with H = B and C = I: `explicit`.
+and C is k × m (see `solvers`), so no p × k matrix exists. Where one is cheaper (few directions of
+many gradients, used for several steps), it is the same thing with H = B and C = I: `explicit`.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dpspan.gradients.layers.pairs import inner, line_blocks
 from dpspan.gradients.layers.terms import Rows
-from dpspan.gradients.numerics import Arithmetic, exact, ieee, product
+from dpspan.gradients.numerics import Arithmetic, ieee, plain_arithmetic, product
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.subspaces.residual import Residual
-from dpspan.subspaces.solvers import Basis, Eigh, Solver
+from dpspan.subspaces.residual import Names, Residual
+from dpspan.subspaces.solvers import Eigh, Solver
+from dpspan.support.checks import check_count, expect
 
 
+@dataclass(eq=False, repr=False)
 class Subspace:
     """The span of B = C H.
 
@@ -44,25 +39,17 @@ class Subspace:
         >>> V = dpspan.Subspace.from_gradients(H, rank=5)
         >>> V.embed(J).shape
         torch.Size([10, 5])
-        >>> {name: value.shape for name, value in V.lift(torch.ones(5)).items()}
-        {'weight': torch.Size([3, 4]), 'bias': torch.Size([3])}
-        >>> bool((V.captured_energy(J) <= 1.001).all())
-        True
+        >>> V.lift(torch.ones(5))["weight"].shape
+        torch.Size([3, 4])
     """
 
-    def __init__(
-        self,
-        gradients: PerSampleGradients,
-        basis: Basis,
-        kernels: Mapping[tuple[str, ...], Tensor],
-    ) -> None:
-        self.gradients = gradients  # H
-        self.coefficients = basis.coefficients  # C
-        self.eigenvalues = basis.eigenvalues
-        self.kernels = kernels  # K by parameter, where it came from factors alone
+    gradients: PerSampleGradients  # H
+    coefficients: Tensor  # C (k, m) float64
+    eigenvalues: Tensor  # of K, descending: those that were computed
+    kernels: Mapping[Names, Tensor]  # K by parameter, where it came from factors alone
 
     @classmethod
-    @exact()
+    @plain_arithmetic()
     def from_gradients(
         cls,
         gradients: PerSampleGradients,
@@ -70,36 +57,26 @@ class Subspace:
         *,
         solver: Solver | None = None,
         previous: Tensor | None = None,
-    ) -> Subspace:
+    ) -> Self:
         """The top `rank` principal directions of the gradients (fewer, if they span fewer).
 
         `previous` are the coefficients of the step before, on the same samples: an iterative
         solver starts from them.
         """
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"Expected rank an int of at least 1, got {rank!r}.")
-        if gradients.samples == 0:
+        rank, m = min(check_count("rank", rank), gradients.samples), gradients.samples
+        if m == 0:
             raise ValueError("Expected at least one gradient to span a subspace, got none.")
-        m = gradients.samples
-        gram = torch.zeros(m, m, dtype=torch.float64, device=gradients.device)
-        kernels = {}
-        for names, (term, shape) in gradients.packs.items():
-            by_kernel = term.kernel(term)
-            if by_kernel is not None:
-                kernels[names] = by_kernel
-            gram += inner(term, term, shape) if by_kernel is None else by_kernel
-        gram *= gradients.scale**2
-        start = None
-        if previous is not None and previous.shape == (min(rank, m), m):
-            start = previous
-        solver = Eigh() if solver is None else solver
+        gram, kernels = _inner_products(gradients, gradients)
+        if previous is not None and previous.shape != (rank, m):
+            previous = None
         # Solvers have errors of their own for what is not finite; here it gives no directions.
         finite = torch.isfinite(gram).all()
         gram = torch.where(finite, gram, 0.0)
         floor = _rounding(gradients) * gram.diagonal().max()
-        basis = solver(gram, min(rank, m), floor=floor, previous=start)
+        solver = Eigh() if solver is None else solver
+        basis = solver(gram, rank, floor=floor, previous=previous)
         coefficients = torch.where(finite, basis.coefficients, math.nan)
-        return cls(gradients, Basis(coefficients, basis.eigenvalues), kernels)
+        return cls(gradients, coefficients, basis.eigenvalues, kernels)
 
     @property
     def dimensions(self) -> int:
@@ -116,24 +93,24 @@ class Subspace:
         """`rank`, without waiting for a GPU."""
         return (self.coefficients != 0).any(1).sum()
 
-    @exact()
+    @plain_arithmetic()
     def embed(self, gradients: PerSampleGradients) -> Tensor:
         """J Bᵀ, (n, k) float64."""
-        embedding, _ = self._embed(self._comparable(gradients))
-        return embedding
+        products, _ = _inner_products(self._comparable(gradients), self.gradients)
+        return products @ self.coefficients.T
 
-    @exact()
+    @plain_arithmetic()
     def split(self, gradients: PerSampleGradients) -> tuple[Tensor, Residual]:
         """J Bᵀ, and J − (J Bᵀ) B: each gradient inside and outside of the subspace."""
         gradients = self._comparable(gradients)
-        embedding, kernels = self._embed(gradients)
-        pairs = {names: (kernel, self.kernels[names]) for names, kernel in kernels.items()}
+        products, kernels = _inner_products(gradients, self.gradients)
+        embedding = products @ self.coefficients.T
         return embedding, Residual(
             gradients,
             self.gradients,
             embedding @ self.coefficients,
             taken=torch.linalg.vector_norm(embedding, dim=1),
-            kernels=pairs,
+            kernels={n: (kernels[n], self.kernels[n]) for n in kernels if n in self.kernels},
         )
 
     def _comparable(self, gradients: PerSampleGradients) -> PerSampleGradients:
@@ -141,41 +118,17 @@ class Subspace:
             raise ValueError("Expected gradients of the parameters that the subspace is made of.")
         return gradients.aligned(self.gradients)
 
-    def _embed(self, gradients: PerSampleGradients) -> tuple[Tensor, dict[tuple[str, ...], Tensor]]:
-        """The embedding, and J Hᵀ by parameter where both H Hᵀ and it come from factors alone."""
-        anchors, kernels = self.gradients, {}
-        products = torch.zeros(
-            gradients.samples, anchors.samples, dtype=torch.float64, device=gradients.device
-        )
-        for names, (term, shape) in gradients.packs.items():
-            if names not in anchors.packs:
-                continue
-            other = anchors.packs[names].term
-            by_kernel = term.kernel(other)
-            if by_kernel is None:
-                products += inner(term, other, shape)
-                continue
-            products += by_kernel
-            if names in self.kernels:
-                kernels[names] = by_kernel
-        products *= gradients.scale * anchors.scale
-        return products @ self.coefficients.T, kernels
-
-    def weights(self, z: Tensor) -> Tensor:
-        """What a vector of the subspace weighs each gradient with: zᵀB = weights(z)ᵀ H."""
-        return self.coefficients.T @ z.to(self.coefficients)
-
-    @exact()
-    def lift(self, z: Tensor) -> dict[str, Tensor]:
-        """zᵀB, a vector of the subspace by parameter."""
-        if z.shape != (self.dimensions,):
-            raise ValueError(
-                f"Expected a vector of length {self.dimensions}, got {tuple(z.shape)}."
-            )
+    @plain_arithmetic()
+    def lift(self, z: Tensor, *, finite: bool = False) -> dict[str, Tensor]:
+        """zᵀB = (zᵀC) H, a vector of the subspace by parameter; `finite` as in `combine`."""
+        length = f"a vector of length {self.dimensions}"
+        expect(z.shape == (self.dimensions,), length, f"shape {tuple(z.shape)}")
         with ieee(self.gradients.like):  # weights of near directions are large and cancel
-            return self.gradients.combine(self.weights(z))
+            return self.gradients.combine(
+                self.coefficients.T @ z.to(self.coefficients), finite=finite
+            )
 
-    @exact()
+    @plain_arithmetic()
     def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
         """B v for one vector in parameter space."""
         shapes = self.gradients.shapes
@@ -189,8 +142,8 @@ class Subspace:
         """BᵀB v: the part of a vector that lies in the subspace."""
         return self.lift(self.embed_vector(vector))
 
-    @exact()
-    def explicit(self) -> Subspace:
+    @plain_arithmetic()
+    def explicit(self) -> Self:
         """The same subspace with its basis written out: k × p numbers, and C = I."""
         c = (self.coefficients * self.gradients.scale).to(self.gradients.like)
         rows: dict[str, list[Any]] = {}
@@ -200,11 +153,8 @@ class Subspace:
             rows[name] = [Rows(torch.cat(parts, dim=1).view(len(c), *shape))]
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
-        return Subspace(
-            PerSampleGradients(shapes, rows, len(c), like=like),
-            Basis(identity, self.eigenvalues),
-            {},
-        )
+        basis = PerSampleGradients(shapes, rows, len(c), like=like)
+        return type(self)(basis, identity, self.eigenvalues, {})
 
     def captured_energy(self, gradients: PerSampleGradients) -> Tensor:
         """‖B g‖²/‖g‖² of each gradient, (n,), between 0 and 1; 0 for a gradient of zero."""
@@ -213,26 +163,7 @@ class Subspace:
         energy = self.embed(gradients).square().sum(1) / norms.clamp(min=tiny)
         return energy.clamp(max=1.0)
 
-    @exact()
-    def projection_error(self, gradients: PerSampleGradients) -> Tensor:
-        """‖Σ r‖/‖Σ g‖: how much of a batch's gradient lies outside (GEP's figures 4 and 7)."""
-        ones = torch.ones(gradients.samples, dtype=torch.float64, device=gradients.device)
-        whole = gradients.combine(ones)
-        inside = self.lift(self.embed(gradients).sum(0))
-        pairs = [(whole[name].double(), inside[name].double()) for name in whole]
-        outside = torch.stack([(g - p).square().sum() for g, p in pairs]).sum()
-        length = torch.stack([g.square().sum() for g, _ in pairs]).sum()
-        return (outside / length.clamp(min=torch.finfo(length.dtype).tiny)).sqrt()
-
-    @exact()
-    def residual_eigenvalues(self, gradients: PerSampleGradients) -> Tensor:
-        """Eigenvalues of the Gram matrix of what lies outside, descending (GEP's figure 5)."""
-        embedding = self.embed(gradients)
-        left = gradients.gram(gradients) - embedding @ embedding.T
-        values: Tensor = torch.linalg.eigvalsh(left)
-        return values.flip(0).clamp(min=0)
-
-    def drift(self, earlier: Subspace) -> Tensor:
+    def drift(self, earlier: Self) -> Tensor:
         """How far this subspace is from an earlier one: mean of sin² of the principal angles.
 
         0 for the same subspace, 1 for orthogonal ones.
@@ -240,6 +171,24 @@ class Subspace:
         cosines = earlier.coefficients @ earlier.gradients.gram(self.gradients)
         shared = (cosines @ self.coefficients.T).square().sum()
         return (1 - shared / torch.minimum(self.live, earlier.live).clamp(min=1)).clamp(0, 1)
+
+
+def _inner_products(
+    own: PerSampleGradients, other: PerSampleGradients
+) -> tuple[Tensor, dict[Names, Tensor]]:
+    """J Hᵀ in float64, and its part of each pack of parameters that came from factors alone."""
+    total = torch.zeros(own.samples, other.samples, dtype=torch.float64, device=own.device)
+    kernels = {}
+    for names, (term, shape) in own.packs.items():
+        if names not in other.packs:
+            continue
+        others = other.packs[names].term
+        by_kernel = term.kernel(others)
+        if by_kernel is not None:
+            kernels[names] = by_kernel
+        total += inner(term, others, shape) if by_kernel is None else by_kernel
+    total *= own.scale * other.scale
+    return total, kernels
 
 
 def stable_rank(eigenvalues: Tensor) -> Tensor:

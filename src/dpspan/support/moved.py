@@ -7,7 +7,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-MOVED = {  # what the documentation of 0.1 named
+MOVED = {  # what the documentation of 0.1 named, and what its pickled estimators hold
     "dpspan.advice": "dpspan.app.advice",
     "dpspan.anchors": "dpspan.subspaces.sources",
     "dpspan.augmentation": "dpspan.public.augmentation",
@@ -18,6 +18,11 @@ MOVED = {  # what the documentation of 0.1 named
     "dpspan.clipping": "dpspan.mechanisms.clipping",
     "dpspan.comparison": "dpspan.app.comparison",
     "dpspan.config": "dpspan.app.config",
+    "dpspan.convex.linear_regression": "dpspan.convex.estimators",
+    "dpspan.convex.linear_svc": "dpspan.convex.estimators",
+    "dpspan.convex.logistic_regression": "dpspan.convex.estimators",
+    "dpspan.convex.oracles": "dpspan.convex.subspaces",
+    "dpspan.convex.schedules": "dpspan.convex.fitting",
     "dpspan.data": "dpspan.app.data",
     "dpspan.encoding": "dpspan.public.encoding",
     "dpspan.errors": "dpspan.support.errors",
@@ -35,9 +40,9 @@ MOVED = {  # what the documentation of 0.1 named
     "dpspan.report": "dpspan.app.report",
     "dpspan.run": "dpspan.app.run",
     "dpspan.sampling": "dpspan.engine.sampling",
-    "dpspan.second_phase": "dpspan.public.second_phase",
+    "dpspan.second_phase": "dpspan.public.warm_start",
     "dpspan.solvers": "dpspan.subspaces.solvers",
-    "dpspan.span": "dpspan.subspaces.groups",
+    "dpspan.span": "dpspan.subspaces.sources",
     "dpspan.subspace": "dpspan.subspaces.subspace",
     "dpspan.trainable": "dpspan.model.trainable",
     "dpspan.transfer": "dpspan.public.warm_start",

@@ -7,24 +7,20 @@ taken from the caller, who must be free to say it.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dpspan.accounting.epsilon import account
-from dpspan.app.advice.defaults import usual_contenders
+from dpspan.accounting.epsilon import Budget, account
 from dpspan.app.advice.results import Advice, Trial, conclude
 from dpspan.app.advice.stand_in import Rehearsal, public_of, rehearsal
-from dpspan.app.comparison import Contender, Task, with_baselines
-from dpspan.app.comparison.training import Spent, calibrated, rehearse, spent_by
+from dpspan.app.run.jobs import workers
+from dpspan.app.run.task import Contender, Task, with_baselines
+from dpspan.app.run.training import Spent, calibrated, rehearse
 from dpspan.engine.sampling import PoissonDraw
+from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
-from dpspan.support.checks import check_count, expect
+from dpspan.support.checks import check_count, check_positive, expect
 
 RATES = (0.1, 0.25, 0.5, 1.0, 2.0)
 Job = tuple[Rehearsal, Contender, float, int]  # with z of the real run, and a seed
@@ -45,8 +41,9 @@ def advise(
 
     Args:
         task: as for `compare`; its private and test records are not touched.
-        contenders: what to try, whatever their learning rates; `usual_contenders(task)` by default.
-            What one of them has `paid`, or will, is taken off its budget.
+        contenders: what to try, whatever their learning rates; by default
+            `default_contenders(task)`. What one of them has `paid`, or will, is taken off its
+            budget.
         records: how many private records there are, roughly, if that is public; by default the
             task's.
         stand_in: labelled public data that differ from the public data as the private data do. By
@@ -81,60 +78,91 @@ def advise(
     """
     records = check_count("records", task.records if records is None else records)
     expect(task.batch_size <= records, f"batch_size of at most {records}", task.batch_size)
-    expect(isinstance(folds, int) and folds >= 3, "folds an int of at least 3", folds)
-    expect(bool(rates) and all(rate > 0 for rate in rates), "learning rates > 0", rates)
-    source = PublicData.of(task.public if stand_in is None else stand_in, name="stand-in") if (
-        task.public is not None or stand_in is not None
-    ) else None  # fmt: skip
+    check_count("folds", folds, least=3)
+    expect(bool(rates), "at least 1 learning rate", rates)
+    for rate in rates:
+        check_positive("every learning rate", rate)
+    everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
+    scenes = _scenes(task, everyone, stand_in, records=records, folds=folds)
+    tuned = [c for c in everyone if c.method is not None]
+    noise = {c.name: _noise(task, c, records) for c in tuned}
+    first: list[Job] = [
+        (scenes[0], dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
+        for c in tuned
+        for r in rates
+    ]
+    total = len(first) + len(everyone) * (folds - 1)
+    with workers(jobs, console, "rehearsing on public data", total=total) as run_all:
+        reached = iter(run_all(_work, first))
+        best = {c.name: max((next(reached), r) for r in rates)[1] for c in tuned}
+        settled = [dataclasses.replace(c, learning_rate=best.get(c.name)) for c in everyone]
+        final: list[Job] = [
+            (scenes[fold], c, noise.get(c.name, 0.0), fold)
+            for c in settled
+            for fold in range(1, folds)
+        ]
+        values = iter(run_all(_work, final))
+    trials = tuple(
+        Trial(
+            name=c.name,
+            private=c.method is not None,
+            warm=c.warm_start is not None,
+            settings=None if c.method is None else c.method.describe(),
+            learning_rate=c.learning_rate,
+            at_the_end=len(rates) > 1 and c.learning_rate in (min(rates), max(rates)),
+            values=tuple(next(values) for _ in range(1, folds)),
+        )
+        for c in settled
+    )
+    notes = _notes(trials, scenes[0], records, stand_in is None)
+    return conclude(trials, (*notes, *_paid(task, everyone)))
+
+
+def default_contenders(task: Task) -> tuple[Contender, ...]:
+    """Each method with a few ranks and clips, from scratch and, with public labels, warm-started.
+
+    The learning rates are placeholders: `advise` tries its own.
+    """
+    methods: dict[str, Method] = {f"DP-SGD, clip {clip:g}": DPSGD(clip=clip) for clip in (1.0, 0.3)}
+    methods["RGP, rank 2"] = RGP(rank=2, clip=1.0)
+    if task.public is not None:
+        data = PublicData.of(task.public)
+        for rank in sorted({max(1, data.count // 5), max(1, data.count // 2)}):
+            methods[f"PDP-SGD, rank {rank}"] = PDPSGD(public=data, rank=rank, clip=1.0)
+            methods[f"GEP, rank {rank}, clips 1 and 0.2"] = GEP(
+                public=data, rank=rank, clip=1.0, residual_clip=0.2
+            )
+    cold = [Contender(name=n, method=m, learning_rate=1.0) for n, m in methods.items()]
+    start = task.start
+    return tuple(cold) if start is None else (*cold, *(c.warmed(start) for c in cold))
+
+
+def _scenes(
+    task: Task, contenders: Sequence[Contender], stand_in: object, *, records: int, folds: int
+) -> list[Rehearsal]:
+    given = task.public if stand_in is None else stand_in
+    source = None if given is None else PublicData.of(given, name="stand-in")
     if source is None or not source.labelled:
         raise ValueError(
             "Expected labelled public data to rehearse on, got none. Pass stand_in= (inputs and "
             "labels of the same kind as the private ones); without any, no advice is free."
         )
-    everyone = with_baselines(task, usual_contenders(task) if contenders is None else contenders)
-    rate = task.batch_size / records
-    steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
-    others = tuple(data for c in everyone for data in public_of(c)) if stand_in is not None else ()
-    scenes = [
+    used = {d.digest: d for c in contenders for d in public_of(c)} if stand_in is not None else {}
+    return [
         rehearsal(
             task, source, records=records, fold=fold, keep_public=stand_in is None,
-            others=tuple({d.digest: d for d in others}.values()),
+            others=tuple(used.values()),
         )
         for fold in range(folds)
     ]  # fmt: skip
-    tuned = [c for c in everyone if c.method is not None]
-    noise = {
-        c.name: calibrated(task.budget, spent_by(c), rate, steps, task.accountant) for c in tuned
-    }
-    first = [
-        (scenes[0], dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
-        for c in tuned
-        for r in rates
-    ]
-    with _workers(jobs, console, len(first) + len(everyone) * (folds - 1)) as run:
-        reached = iter(run(first))
-        best = {c.name: max((next(reached), r) for r in rates)[1] for c in tuned}
-        settled = [dataclasses.replace(c, learning_rate=best.get(c.name)) for c in everyone]
-        final = [
-            (scenes[fold], c, noise.get(c.name, 0.0), fold)
-            for c in settled
-            for fold in range(1, folds)
-        ]
-        values = iter(run(final))
-        trials = tuple(
-            Trial(
-                name=c.name,
-                private=c.method is not None,
-                warm=c.warm_start is not None,
-                settings=None if c.method is None else c.method.describe(),
-                learning_rate=best.get(c.name),
-                at_the_end=len(rates) > 1 and best.get(c.name) in (min(rates), max(rates)),
-                values=tuple(next(values) for _ in range(1, folds)),
-            )
-            for c in everyone
-        )
-    notes = _notes(trials, scenes[0], records, stand_in is None)
-    return conclude(trials, (*notes, *_paid(task, everyone)))
+
+
+def _noise(task: Task, contender: Contender, records: int) -> float:
+    """z of the real run."""
+    rate = task.batch_size / records
+    steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
+    assert isinstance(task.budget, Budget)
+    return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
 
 
 def _notes(
@@ -163,7 +191,7 @@ def _paid(task: Task, contenders: Sequence[Contender]) -> tuple[str, ...]:
     """What the budgets were lowered by; all of it is public."""
     payers: dict[Spent, list[str]] = {}
     for contender in contenders:
-        if spent := spent_by(contender):
+        if spent := contender.spent:
             payers.setdefault(spent, []).append(f"“{contender.name}”")
     return tuple(
         f"What these pay beside their steps, ε = "
@@ -173,37 +201,6 @@ def _paid(task: Task, contenders: Sequence[Contender]) -> tuple[str, ...]:
     )
 
 
-def _work(job: Job) -> float:
-    scene, contender, noise, seed = job
+def _work(scene: Rehearsal, contender: Contender, noise: float, seed: int) -> float:
     changed = scene.contender(contender)
     return rehearse(scene.task, changed, seed, scene.noise(noise), scene.sample_rate)
-
-
-class _Run:
-    """Runs jobs in order, here or in processes, and tells a progress bar."""
-
-    def __init__(self, pool: ProcessPoolExecutor | None, progress: Progress, total: int) -> None:
-        self._pool, self._progress = pool, progress
-        self._bar = progress.add_task("rehearsing on public data", total=total)
-
-    def __call__(self, jobs: Sequence[Job]) -> list[float]:
-        found = []
-        for value in map(_work, jobs) if self._pool is None else self._pool.map(_work, jobs):
-            found.append(value)
-            self._progress.advance(self._bar)
-        return found
-
-
-@contextmanager
-def _workers(jobs: int, console: Console | None, total: int) -> Iterator[_Run]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    where = console or Console(quiet=True)  # a disabled bar may still end its line
-    with Progress(*columns, TimeRemainingColumn(), console=where, disable=where.quiet) as progress:
-        if check_count("jobs", jobs) == 1:
-            yield _Run(None, progress, total)
-            return
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
-            yield _Run(pool, progress, total)

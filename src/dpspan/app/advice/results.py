@@ -128,6 +128,4 @@ def _chance(best: Trial, other: Trial) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # folds that all agree
         p = float(stats.ttest_rel(best.values, other.values, alternative="greater").pvalue)
-    if math.isnan(p):  # the same lead on every fold
-        return 0.0 if best.mean > other.mean else 1.0
-    return p
+    return p if not math.isnan(p) else 0.0 if best.mean > other.mean else 1.0

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from dpspan.app.comparison import Contender, Task
+from dpspan.app.run.task import Contender, Task
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public
-from dpspan.public.warm_start import WarmStart
 
 _TEST, _PUBLIC = 0.25, 0.3  # shares of the stand-in to measure on, and to play the public data
 _FEWEST = 8  # records in a batch: fewer say nothing
@@ -45,12 +44,10 @@ class Rehearsal:
             return original
         method: Any = original.method
         if getattr(method, "public", None) is not None:
-            rank = min(method.rank, self.public.count) if hasattr(method, "rank") else None
-            changed = {"public": self.public} | ({} if rank is None else {"rank": rank})
-            method = dataclasses.replace(method, **changed)
-        start = original.warm_start
-        if start is not None:
-            start = dataclasses.replace(start, data=self.public)
+            method = dataclasses.replace(method, public=self.public)
+            if hasattr(method, "rank"):
+                method = dataclasses.replace(method, rank=min(method.rank, self.public.count))
+        start = original.warm_start and dataclasses.replace(original.warm_start, data=self.public)
         return dataclasses.replace(original, method=method, warm_start=start)
 
 
@@ -85,27 +82,17 @@ def rehearsal(
             f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
             "Give more labelled public data, or plan with a larger batch_size."
         )
+    tested_on = _dataset(_part(stand_in, test, name="stand-in test"))
     rehearsed = dataclasses.replace(
-        task,
-        private=private,
-        test=_dataset(_part(stand_in, test, name="stand-in test")),
-        batch_size=batch,
-        public=None,
-        warm_start=None,
+        task, private=private, test=tested_on, batch_size=batch, public=None, warm_start=None
     )
-    return Rehearsal(
-        task=rehearsed,
-        public=part,
-        sample_rate=rate,
-        planned=task.batch_size,
-    )
+    return Rehearsal(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
 
 
 def public_of(contender: Contender) -> tuple[PublicData, ...]:
     """The public data that a contender uses."""
-    sources = [getattr(contender.method, "public", None)]
-    start: WarmStart | None = contender.warm_start
-    sources.append(None if start is None else start.data)
+    start = contender.warm_start
+    sources = (getattr(contender.method, "public", None), None if start is None else start.data)
     return tuple(PublicData.of(source) for source in sources if source is not None)
 
 

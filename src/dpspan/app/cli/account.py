@@ -19,21 +19,20 @@ if TYPE_CHECKING:
     from dpspan.app.cli.prices import Row
 
 
+_MAY = "; may be repeated."
+
+
 @app.command(name="account")
 def account_command(
     delta: Annotated[float, typer.Option(help="δ; well below 1 / number of records.")],
     records: Annotated[int | None, typer.Option(help="Number of private records.")] = None,
-    batch_size: Annotated[
-        list[int] | None, typer.Option(help="Expected batch size; may be repeated.")
-    ] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help=f"Expected batch size{_MAY}")] = None,
     sample_rate: Annotated[
         list[float] | None, typer.Option(help="q, instead of records and batch size.")
     ] = None,
-    epochs: Annotated[list[int] | None, typer.Option(help="Epochs; may be repeated.")] = None,
-    noise_multiplier: Annotated[
-        list[float] | None, typer.Option(help="z; may be repeated.")
-    ] = None,
-    epsilon: Annotated[list[float] | None, typer.Option(help="ε; may be repeated.")] = None,
+    epochs: Annotated[list[int] | None, typer.Option(help=f"Epochs{_MAY}")] = None,
+    noise_multiplier: Annotated[list[float] | None, typer.Option(help=f"z{_MAY}")] = None,
+    epsilon: Annotated[list[float] | None, typer.Option(help=f"ε{_MAY}")] = None,
     accountant: Annotated[str, typer.Option(help="pld or rdp.")] = "pld",
     as_json: Json = False,
     quiet: Quiet = False,
@@ -54,11 +53,10 @@ def account_command(
     from dpspan.app.cli.prices import SOLVERS
 
     check_accountant(accountant)
-    solve = SOLVERS[missing[0]]
     known = [values for values in given.values() if values]
     rows = [
-        solve(q, first, second, delta, accountant)
-        for q, first, second in itertools.product(rates, *known)
+        SOLVERS[missing[0]](*setting, delta, accountant)
+        for setting in itertools.product(rates, *known)
     ]
     warn_of_weaknesses(max(row.epsilon for row in rows), delta, records)
     if as_json:
@@ -87,9 +85,8 @@ def _table(rows: list[Row]) -> Table:
     table = Table(
         title=f"δ = {first.delta:g}, {first.accountant}, add or remove one record, Poisson batches"
     )
-    headings = {"sample_rate": "q", "epochs": "epochs", "steps": "steps"}
-    headings |= {"noise_multiplier": "noise multiplier", "epsilon": "ε"}
-    for name, heading in headings.items():
+    for name in ("sample_rate", "epochs", "steps", "noise_multiplier", "epsilon"):
+        heading = {"sample_rate": "q", "epsilon": "ε"}.get(name, name.replace("_", " "))
         style = "bold" if name == first.solved_for else ""
         table.add_column(heading, justify="right", style=style)
     for row in rows:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpspan.app.cli.app import Json, Quiet, app, err, out, print_json
+
+if TYPE_CHECKING:
+    from dpspan.app.config import Config
 
 
 @app.command(name="advise")
@@ -24,6 +28,7 @@ def advise_command(
         str | None, typer.Option(help="Which of data.public plays the private data.")
     ] = None,
     folds: Annotated[int, typer.Option(min=3, help="Ways to cut the stand-in.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -32,9 +37,58 @@ def advise_command(
     The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
     schedule, with learning rates around its own.
     """
+    settings, records = _read(config, records)
+    from dpspan.app.advice import RATES, advise, default_contenders
+    from dpspan.app.data import load
+    from dpspan.app.run.from_config import Untouched, contender_of, task_of, warm_start_of
+    from dpspan.public.data import PublicData
+
+    classes = settings.data.classes
+    loaded = {name: load(each, classes=classes) for name, each in settings.data.public.items()}
+    data = {name: PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
+    start = None if settings.warm_start is None else settings.warm_start.public
+    used = public or getattr(settings.method, "public", None) or start or next(iter(data))
+    for name in (used, *([] if stand_in is None else [stand_in])):
+        if name not in data:
+            raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
+    like, none, warm_start = loaded[used], Untouched(), warm_start_of(settings, data)
+    task = task_of(settings, like, none, none, public=data[used], warm_start=warm_start)
+    paid = _planned_choice(settings)
+    own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
+    others = [
+        dataclasses.replace(
+            c,
+            optimizer=own.optimizer,
+            schedule=own.schedule,
+            paid=paid if getattr(c.method, "public", None) else None,
+        )
+        for c in default_contenders(task)
+    ]
+    assert own.learning_rate is not None
+    advice = advise(
+        task,
+        [own, *others],
+        records=records,
+        stand_in=None if stand_in is None else data[stand_in],
+        rates=[own.learning_rate * rate / RATES[len(RATES) // 2] for rate in RATES],
+        folds=folds,
+        jobs=jobs,
+        console=None if as_json or quiet else err(),
+    )
+    if settings.choose is not None:
+        note = f"The private choice may fall on other public data than “{used}”, used here."
+        advice = dataclasses.replace(advice, notes=(*advice.notes, note))
+    if as_json:
+        print_json(advice.to_dict())
+    else:
+        out().print(advice)
+
+
+def _read(path: Path, records: int | None) -> tuple[Config, int]:
+    """The configuration, and about how many records it is for."""
     from dpspan.app.config import load_config
 
-    settings = load_config(config)
+    settings = load_config(path)
     if settings.features is not None:
         raise ValueError(
             "`dpspan advise` does not know the `features` section. Leave it out to compare methods "
@@ -48,53 +102,18 @@ def advise_command(
         )
     if not settings.data.public:
         raise ValueError("Expected data.public: advice is found on labelled public data.")
-    from dpspan.app.advice import RATES, advise, usual_contenders
-    from dpspan.app.cli.tasks import Untouched, contender_of, planned_choice, task_of, warm_start_of
-    from dpspan.app.data import load
-    from dpspan.public.data import PublicData
+    if settings.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    return settings, records
 
-    classes = settings.data.classes
-    loaded = {name: load(each, classes=classes) for name, each in settings.data.public.items()}
-    data = {name: PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
-    start = None if settings.warm_start is None else settings.warm_start.public
-    used = public or getattr(settings.method, "public", None) or start or next(iter(data))
-    for name in (used, *([] if stand_in is None else [stand_in])):
-        if name not in data:
-            raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
-    task = task_of(
-        settings,
-        like=loaded[used],
-        private=Untouched(),
-        test=Untouched(),
-        public=data[used],
-        warm_start=warm_start_of(settings, data),
-    )
-    paid = planned_choice(settings)
-    own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
-    others = [
-        dataclasses.replace(
-            c,
-            optimizer=own.optimizer,
-            schedule=own.schedule,
-            paid=paid if getattr(c.method, "public", None) else None,
-        )
-        for c in usual_contenders(task)
-    ]
-    assert own.learning_rate is not None
-    middle = RATES[len(RATES) // 2]
-    advice = advise(
-        task,
-        [own, *others],
-        records=records,
-        stand_in=None if stand_in is None else data[stand_in],
-        rates=[own.learning_rate * rate / middle for rate in RATES],
-        folds=folds,
-        console=None if as_json or quiet else err(),
-    )
-    if settings.choose is not None:
-        note = f"The private choice may fall on other public data than “{used}”, used here."
-        advice = dataclasses.replace(advice, notes=(*advice.notes, note))
-    if as_json:
-        print_json(advice.to_dict())
-    else:
-        out().print(advice)
+
+def _planned_choice(config: Config) -> Mapping[str, Any] | None:
+    """The record of what the `choose` section will cost; None without one."""
+    from dpspan.accounting.events import pure_event
+    from dpspan.accounting.ledger import Ledger
+
+    if config.choose is None:
+        return None
+    ledger = Ledger()
+    ledger.charge(pure_event(config.choose.epsilon))
+    return ledger.state_dict()

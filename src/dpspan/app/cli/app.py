@@ -38,12 +38,8 @@ def _hush(quiet: bool) -> bool:
     return quiet
 
 
-Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet", "-q", callback=_hush, help="No progress and no notes: results and errors only."
-    ),
-]
+_NO_NOTES = "No progress and no notes: results and errors only."
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_hush, help=_NO_NOTES)]
 
 
 @contextmanager
@@ -108,12 +104,9 @@ def _version(wanted: bool) -> None:
 def _options(
     ctx: typer.Context,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="As the option of each command.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help=_NO_NOTES)] = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")
     ] = False,
 ) -> None:
     """Options of all commands."""
@@ -154,9 +147,8 @@ def print_json(document: Mapping[str, Any] | list[Any]) -> None:
 
 def _sentence(error: Exception) -> str:
     """Errors that are meant for users are sentences; of others the kind helps too."""
-    expected = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)
     text = str(error).strip()
-    if expected and text:
+    if text and isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError):
         return text
     kind = type(error).__name__
     return f"{kind}: {text or 'no message'}. Run `dpspan --debug …` to see where it comes from."

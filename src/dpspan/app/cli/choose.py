@@ -40,15 +40,14 @@ def choose_command(
             f"{config} has no `choose` section. Add one, such as `choose: {{epsilon: 0.1}}`, or "
             "look at a table by --unprivate-rank, which is not private."
         )
-    from dpspan.app.run.choice import chosen_public
     from dpspan.app.run.folder import RunFolder
+    from dpspan.app.run.from_config import chosen_public
     from dpspan.app.run.run_inputs import make_parts
-    from dpspan.app.run.training import run_ledger
 
     folder = RunFolder(settings.output.folder)
     with folder.locked():
-        ledger = run_ledger(settings, folder)
-        choice = chosen_public(settings, make_parts(settings), folder, ledger)
+        folder.refuse_lost_ledger()
+        choice = chosen_public(settings, make_parts(settings), folder)
     if as_json:
         print_json(choice)
         return

@@ -12,9 +12,9 @@ import typer
 from dpspan.app.cli.app import Json, Quiet, app, err, out, print_json, say
 
 if TYPE_CHECKING:
-    from dpspan.app.comparison import Contender
     from dpspan.app.config import Config
     from dpspan.app.run.run_inputs import Parts
+    from dpspan.app.run.task import Contender, Task
 
 _SHARED = ("data", "features", "model", "trainable", "budget")
 _SHARED_TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
@@ -25,6 +25,7 @@ def compare_command(
     configs: Annotated[list[Path], typer.Argument(help="Configurations, one row each.")],
     to: Annotated[Path, typer.Option("--out", help="Folder for all runs.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -33,48 +34,20 @@ def compare_command(
     What is learnt, for how long and at what price must be the same in all of them: data, features,
     model, trainable, budget, epochs, batch size. Their output sections are not used. DP-SGD is
     added if it is not there, and so are public data only and a warm start where there are public
-    labels.
+    labels. Runs that were interrupted go on when the command is given again.
     """
     settings = _read(configs)
-    from dpspan.app.cli.tasks import contender_of, task_of
     from dpspan.app.comparison import compare, verdicts
-    from dpspan.mechanisms import DPSGD
-    from dpspan.public.warm_start import WarmStart
 
     first = next(iter(settings.values()))
-    parts = _parts(first, to)
-    assert parts.test is not None
-    public = dict(parts.public)
-    chosen, paid = _choice(settings.values(), parts, to)
-    contenders = [
-        contender_of(
-            name,
-            config,
-            public,
-            records=config.data.records or len(parts.private.dataset),
-            chosen=chosen,
-            paid=paid,
-        )
-        for name, config in settings.items()
-    ]
-    if not any(isinstance(contender.method, DPSGD) for contender in contenders):
-        contenders.append(_plain(contenders[0], first))
-    labelled = [data for data in public.values() if data.labelled]
-    starts = [c.warm_start for c in contenders if c.warm_start is not None]
-    start = starts[0] if starts else WarmStart(data=labelled[0]) if labelled else None
-    task = task_of(
-        first,
-        like=parts.private,
-        private=parts.private.dataset,
-        test=parts.test.dataset,
-        warm_start=start,
-    )
+    task, contenders = _task(settings, _parts(first, to), to)
     seed = first.training.seed
     comparison = compare(
         task,
         contenders,
         out=to,
         seeds=range(seed, seed + seeds),
+        jobs=jobs,
         console=None if as_json or quiet else err(),
     )
     comparison.plot(to / "comparison.png")
@@ -86,6 +59,32 @@ def compare_command(
         out().print(f"• {sentence}")
     if not quiet:
         say(f"Runs, comparison.json and comparison.png are in {to}. Next: dpspan report {to}")
+
+
+def _task(settings: dict[str, Config], parts: Parts, to: Path) -> tuple[Task, list[Contender]]:
+    from dpspan.app.config.methods import DPSGDSection
+    from dpspan.app.run.from_config import contender_of, task_of
+    from dpspan.mechanisms import DPSGD
+    from dpspan.public.warm_start import WarmStart
+
+    first, public = next(iter(settings.values())), dict(parts.public)
+    chosen, paid = _choice(settings.values(), parts, to)
+    records = first.data.records or len(parts.private.dataset)
+    contenders = [
+        contender_of(name, config, public, records=records, chosen=chosen, paid=paid)
+        for name, config in settings.items()
+    ]
+    starts = [c.warm_start for c in contenders if c.warm_start is not None]
+    starts += [WarmStart(data=data) for data in public.values() if data.labelled]
+    if not any(isinstance(contender.method, DPSGD) for contender in contenders):
+        section = DPSGDSection(clip=first.method.clip, clipping=first.method.clipping)
+        method = section.build(None, steps=1)
+        like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
+        contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
+    assert parts.test is not None
+    private, start = parts.private, next(iter(starts), None)
+    task = task_of(first, private, private.dataset, parts.test.dataset, warm_start=start)
+    return task, contenders
 
 
 def _read(paths: list[Path]) -> dict[str, Config]:
@@ -123,7 +122,7 @@ def _read(paths: list[Path]) -> dict[str, Config]:
 
 def _parts(config: Config, to: Path) -> Parts:
     """What all rows share; a frozen layer is learnt once for the folder."""
-    from dpspan.app.comparison.folder import locked
+    from dpspan.app.comparison.compare import locked
     from dpspan.app.run.folder import RunFolder, is_comparison
     from dpspan.app.run.run_inputs import make_parts
 
@@ -133,8 +132,7 @@ def _parts(config: Config, to: Path) -> Parts:
         folder = RunFolder(to)
         begun = is_comparison(to) or folder.features.exists()
         parts = make_parts(config, features=folder.kept_features(wanted=begun))
-        if not begun:
-            assert parts.layer is not None
+        if parts.layer is not None and not begun:
             parts.layer.save(folder.features)
     return parts
 
@@ -143,10 +141,9 @@ def _choice(
     settings: Iterable[Config], parts: Parts, to: Path
 ) -> tuple[str | None, Mapping[str, Any] | None]:
     """What the rows that choose have chosen, once for the folder, and the record of its price."""
-    from dpspan.app.comparison.folder import locked, take_summary_away
-    from dpspan.app.run.choice import chosen_public
+    from dpspan.app.comparison.compare import locked, remove_summary
     from dpspan.app.run.folder import RunFolder, read_json
-    from dpspan.app.run.training import run_ledger
+    from dpspan.app.run.from_config import chosen_public
 
     folder = RunFolder(to)
     if folder.choice.exists() and not folder.ledger.exists():
@@ -159,14 +156,6 @@ def _choice(
         return None, None
     with locked(to):
         if not folder.choice.exists():
-            take_summary_away(to)
-        made = chosen_public(config, parts, folder, run_ledger(config, folder))
+            remove_summary(to)
+        made = chosen_public(config, parts, folder)
     return made["chosen"], read_json(folder.ledger)
-
-
-def _plain(like: Contender, config: Config) -> Contender:
-    from dpspan.app.config.methods import DpsgdSection
-
-    section = DpsgdSection(clip=config.method.clip, clipping=config.method.clipping)
-    method = section.build(None, steps=1)
-    return dataclasses.replace(like, name="DP-SGD", method=method, warm_start=None, paid=None)

@@ -5,8 +5,8 @@ Of the data, only names are looked at: columns, arrays, folders. No value is.
 
 from __future__ import annotations
 
-import csv
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import typer
 from dpspan.app.cli.app import Json, Quiet, app, check_exists, print_json, say
 from dpspan.support.checks import near
 
-_Fields = dict[str, Any]
+_Keys = dict[str, Any]
 
 
 @app.command()
@@ -47,22 +47,19 @@ def init(
     if out.exists() and not force:
         raise ValueError(f"{out} exists already: pass --force to replace it, or --out.")
     private = _source(data, label, "train")
-    own_test = {} if test is None else _source(test, label, "test")
-    if test is None and _has_test(private):
-        own_test = _source(data, label, "test")
-    text = _TEMPLATE.format(
-        classes=_flow(_classes(classes)),
-        private=_flow(private),
-        public=f"\n    extra: {_flow(_source(public, label, 'public'))}" if public else " {}",
-        test=f"  test: {_flow(own_test)}" if own_test else f"  # test: {_flow(private)}",
-        model=_flow(_model(model)),
-        warm_start=_WARM_START if public else "",
-        epsilon=epsilon,
-        delta=delta,
-        epochs=epochs,
-        batch_size=batch_size,
-        folder=_flow(str(folder)),
-    )
+    own_test = _source(test or data, label, "test")
+    if test is None and (own_test.get("inputs"), own_test.get("labels")) != ("x_test", "y_test"):
+        own_test = {}  # only an npz file may hold both
+    facts = {
+        "classes": int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes.strip()),
+        "private": private,
+        "public": _source(public, label, "public") if public else None,
+        "test": own_test,
+        "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
+        "folder": str(folder),
+    }
+    numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
+    text = _written({key: value and _flow(value) for key, value in facts.items()} | numbers)
     from dpspan.app.config import parse_config
 
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
@@ -76,6 +73,14 @@ def init(
         say(f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}")
 
 
+def _written(facts: _Keys) -> str:
+    from jinja2 import StrictUndefined, Template
+
+    text = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
+    kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
+    return str(Template(text, undefined=StrictUndefined, **kept).render(facts))
+
+
 def _flow(value: Any) -> str:
     """On one line of YAML."""
     import yaml
@@ -84,37 +89,22 @@ def _flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _classes(text: str) -> int | list[str]:
-    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
-
-
-def _model(name: str) -> _Fields:
-    if ":" in name:
-        return {"name": "factory", "factory": name, "arguments": {}}
-    return {"name": name}
-
-
-def _source(path: Path, label: str | None, part: str) -> _Fields:
+def _source(path: Path, label: str | None, part: str) -> _Keys:
+    """The keys of a source, as far as names tell them."""
     check_exists(path)
-    for fits, describe in _FORMATS.values():
+    for kind, (fits, describe) in _FORMATS.items():
         if fits(path):
-            return describe(path, label, part)
+            return {"format": kind, "path": str(path), **describe(path, label, part)}
     raise ValueError(
         f"Cannot tell the format of {path}. Known are {', '.join(_FORMATS)}: rename the file, or "
         "write the configuration by hand."
     )
 
 
-def _npz(path: Path, label: str | None, part: str) -> _Fields:
-    import numpy as np
+def _npz(path: Path, label: str | None, part: str) -> _Keys:
+    from dpspan.app.data.formats import array_names
 
-    from dpspan.app.data.source import unreadable
-
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = list(file.files)
-    except Exception as error:  # of zip files, of numpy's own, or a file of another kind
-        raise unreadable(path, "npz file", error) from None
+    names = array_names(path)
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
     labels = label or next((n for n in (f"y_{part}", "y", "labels", "y_train") if n in names), None)
     if inputs is None or labels not in names:
@@ -122,47 +112,29 @@ def _npz(path: Path, label: str | None, part: str) -> _Fields:
             f"Cannot tell which of the {len(names)} arrays of {path} are inputs and labels. Name "
             "the inputs x, and pass --label."
         )
-    return {"format": "npz", "path": str(path), "inputs": inputs, "labels": labels}
+    return {"inputs": inputs, "labels": labels}
 
 
-def _csv(path: Path, label: str | None, part: str) -> _Fields:
-    from dpspan.app.data.source import unreadable
+def _csv(path: Path, label: str | None, part: str) -> _Keys:
+    from dpspan.app.data.formats import is_number, read_csv
 
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(path, "CSV file", error) from None
-    if len(set(names)) < len(names) or any(_is_measured(name) for name in names):
+    [(_, names)] = read_csv(path, most=1)
+    measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
+    if measured or len(set(names)) < len(names):  # columns may well be called 0, 1, 2
         raise ValueError(
             f"The first line of {path} looks like a record: it holds broken numbers, or one value "
             "twice. Put a line with the names of the columns on top, each of its own."
         )
-    return _table("csv", path, names, label)
+    return _columns(path, names, label)
 
 
-def _is_measured(text: str) -> bool:
-    """Whether it is a number with decimals; columns may well be called 0, 1, 2."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return not text.strip().isdecimal()
+def _parquet(path: Path, label: str | None, part: str) -> _Keys:
+    from dpspan.app.data.formats import open_parquet
+
+    return _columns(path, open_parquet(path).schema_arrow.names, label)
 
 
-def _parquet(path: Path, label: str | None, part: str) -> _Fields:
-    from pyarrow import parquet
-
-    from dpspan.app.data.source import unreadable
-
-    try:
-        names = parquet.read_schema(path).names
-    except Exception as error:
-        raise unreadable(path, "Parquet file", error) from None
-    return _table("parquet", path, names, label)
-
-
-def _table(kind: str, path: Path, names: list[str], label: str | None) -> _Fields:
+def _columns(path: Path, names: list[str], label: str | None) -> _Keys:
     if len(names) < 2:
         raise ValueError(f"Expected at least 2 columns in {path}, got {len(names)}.")
     if label is not None and label not in names:
@@ -170,115 +142,34 @@ def _table(kind: str, path: Path, names: list[str], label: str | None) -> _Field
             f"Expected --label to be one of the {len(names)} columns of {path}{near(label, names)}."
         )
     chosen = names[-1] if label is None else label
-    inputs = [name for name in names if name != chosen]
-    return {"format": kind, "path": str(path), "inputs": inputs, "label": chosen}
+    return {"inputs": [name for name in names if name != chosen], "label": chosen}
 
 
-def _idx(path: Path, label: str | None, part: str) -> _Fields:
-    labels = label or str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
-    return {"format": "idx", "path": str(path), "labels": labels}
+def _idx(path: Path, label: str | None, part: str) -> _Keys:
+    labels = str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
+    return {"labels": label or labels}
 
 
-def _datasets(path: Path, label: str | None, part: str) -> _Fields:
-    fields: _Fields = {"format": "datasets", "path": str(path), "label": label or "label"}
+def _datasets(path: Path, label: str | None, part: str) -> _Keys:
     listing = path / "dataset_dict.json"
-    if listing.exists():
-        try:
-            splits = json.loads(listing.read_bytes())["splits"]
-            fields["split"] = part if part in splits else splits[0]
-        except (ValueError, TypeError, LookupError):
-            raise ValueError(f"{listing} does not list the splits of a dataset.") from None
-    return fields
-
-
-def _images(path: Path, label: str | None, part: str) -> _Fields:
-    return {"format": "images", "path": str(path)}
+    if not listing.exists():
+        return {"label": label or "label"}
+    try:
+        splits = json.loads(listing.read_bytes())["splits"]
+        return {"label": label or "label", "split": part if part in splits else splits[0]}
+    except (ValueError, TypeError, LookupError):
+        raise ValueError(f"{listing} does not list the splits of a dataset.") from None
 
 
 def _is_dataset(path: Path) -> bool:
-    return any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json"))
+    return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-_FORMATS: Mapping[str, tuple[Callable[[Path], bool], Callable[..., _Fields]]] = {
+_FORMATS: Mapping[str, tuple[Callable[[Path], bool], Callable[..., _Keys]]] = {
     "npz": (lambda path: path.suffix == ".npz", _npz),
     "csv": (lambda path: path.suffix == ".csv", _csv),
     "parquet": (lambda path: path.suffix in (".parquet", ".pq"), _parquet),
     "idx": (lambda path: "idx" in path.name or "ubyte" in path.name, _idx),
-    "datasets": (lambda path: path.is_dir() and _is_dataset(path), _datasets),
-    "images": (lambda path: path.is_dir(), _images),
+    "datasets": (_is_dataset, _datasets),
+    "images": (Path.is_dir, lambda path, label, part: {}),
 }
-
-
-def _has_test(private: _Fields) -> bool:
-    """Whether an npz file holds test arrays beside the training ones."""
-    if private.get("inputs") != "x_train":
-        return False
-    import numpy as np
-
-    with np.load(private["path"], allow_pickle=False) as file:
-        return {"x_test", "y_test"} <= set(file.files)
-
-
-_WARM_START = """
-# Labelled public data: train on them first, at no cost in privacy. Without labels, delete this.
-warm_start:
-  public: extra
-"""
-
-_TEMPLATE = """\
-# A run of dpspan. Paths are relative to the folder in which you start it.
-# Everything in this file is public: it is copied into the run's folder, and the report quotes it.
-
-data:
-  # CHECK: the number of classes, or their names in order. It is given, not counted: which labels
-  # occur among private records is private.
-  classes: {classes}
-  # Formats: npz, idx, images, csv, parquet, datasets. Inputs become (x / scale - mean) / std, of
-  # constants that do not come from the private data, and are the same for private, public and
-  # test data. Pixels have scale 255 unless you say so.
-  # A csv column of texts needs its possible values: categories: {{city: [Bern, Basel]}}
-  private: {private}
-  # Data that anybody may see, by name; for warm_start, and for the methods that use public data.
-  public:{public}
-  # What the model is measured on after each epoch, records of others; without it nothing is.
-{test}
-  # CHECK: may anybody see results on the test data? If not, they are not written down.
-  test_is_public: false
-  # About how many private records there are, if you may tell. Otherwise the sampling rate on the
-  # certificate tells their exact number.
-  # records: 10000
-
-# Public images without labels make a frozen first layer; a logistic model comes after it.
-# features: {{name: patches, public: NAME}}  # mirror: false for letters and digits
-
-# logistic, mlp (hidden: [128]), cnn, resnet20, wide-resnet, probe; or your own:
-#   {{name: factory, factory: package.module:function, arguments: {{}}}}
-#   {{name: checkpoint, weights: file.safetensors, factory: package.module:Class, arguments: {{}}}}
-# `fix: true` replaces layers that mix samples, such as BatchNorm.
-model: {model}
-
-# dpsgd and rgp (rank: 2) need no public data. With it: gep, biased-gep, pdpsgd (public: NAME,
-# rank: 50), and mirror (public: NAME, labelled).
-method: {{name: dpsgd, clip: 1.0}}
-{warm_start}
-budget:
-  # The noise is calibrated so that the whole run spends this much, and training stops there.
-  epsilon: {epsilon:g}
-  # CHECK: well below 1 / number of private records.
-  delta: {delta:g}
-
-training:
-  epochs: {epochs}
-  batch_size: {batch_size}  # large batches suffer less from noise
-  # physical_batch_size: 64  # if a whole batch does not fit into memory
-  optimizer: {{name: sgd, learning_rate: 0.5, momentum: 0.0}}  # or adam
-  schedule: {{name: constant}}  # or cosine, or steps
-  device: auto
-  seed: 0  # of the first weights; noise never has a seed
-
-output:
-  folder: {folder}
-  # checkpoint_every: 100  # steps; the end of an epoch always has a checkpoint
-  # unprivate_metrics: true  # loss on private batches too; then do not publish the folder
-  # tensorboard: true
-"""

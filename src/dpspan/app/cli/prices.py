@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,10 +32,6 @@ def _steps(q: float, epochs: int) -> int:
     return check_count("--epochs", epochs) * max(1, round(1 / q))
 
 
-def _epsilon(q: float, z: float, epochs: int, delta: float, accountant: str) -> Row:
-    return _row("epsilon", q, z, epochs, delta, accountant)
-
-
 def _noise(q: float, epsilon: float, epochs: int, delta: float, accountant: str) -> Row:
     z = calibrate(epsilon, delta, q, _steps(q, epochs), accountant=accountant)
     return _row("noise_multiplier", q, z, epochs, delta, accountant)
@@ -42,22 +39,21 @@ def _noise(q: float, epsilon: float, epochs: int, delta: float, accountant: str)
 
 def _epochs(q: float, epsilon: float, z: float, delta: float, accountant: str) -> Row:
     Budget(epsilon=epsilon, delta=delta)  # checks both
+
+    def fits(epochs: int) -> bool:
+        return _row("epochs", q, z, epochs, delta, accountant).epsilon <= epsilon
+
     low, high = 0, 1
-    while high < _MOST_EPOCHS and _spent(q, z, high, delta, accountant) <= epsilon:
+    while high < _MOST_EPOCHS and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _spent(q, z, middle, delta, accountant) <= epsilon
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return _row("epochs", q, z, low, delta, accountant)
 
 
-def _spent(q: float, z: float, epochs: int, delta: float, accountant: str) -> float:
-    return account([(step_event(z, q), _steps(q, epochs))], delta, accountant).epsilon
-
-
 def _row(solved_for: str, q: float, z: float, epochs: int, delta: float, accountant: str) -> Row:
-    steps = _steps(q, epochs) if epochs else 0
+    steps = _steps(q, epochs) if solved_for != "epochs" or epochs else 0
     events = [(step_event(z, q), steps)] if steps else []
     spending = account(events, delta, accountant)
     return Row(
@@ -73,7 +69,7 @@ def _row(solved_for: str, q: float, z: float, epochs: int, delta: float, account
 
 
 SOLVERS: dict[str, Callable[..., Row]] = {
-    "epsilon": _epsilon,
+    "epsilon": functools.partial(_row, "epsilon"),
     "noise_multiplier": _noise,
     "epochs": _epochs,
 }

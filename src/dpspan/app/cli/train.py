@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -32,16 +30,12 @@ def train(
 
     from dpspan.app.run import train as run_training
 
-    columns = (
-        TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}"),
-        TimeRemainingColumn(),
-    )
+    epoch = TextColumn("epoch {task.fields[epoch]}")
+    spent = TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}")
+    columns = (epoch, BarColumn(), MofNCompleteColumn(), spent, TimeRemainingColumn())
     bar = Bar(*columns, console=err(), disable=as_json or quiet)
     task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
-    with _stopping() as stopper:
+    with _Stopper() as stopper:
 
         def watch(progress: Progress) -> None:
             stopper.armed = True
@@ -75,12 +69,14 @@ def _summary(result: Result, config: Path) -> str:
             f"Stopped after {result.step} of {result.steps} steps; the checkpoint is saved. Go on "
             f"with: dpspan train {config} --resume"
         )
+    reasons = {
+        "budget spent": "as steps that an interruption lost had to be paid for",
+        "diverged": "as the weights grew without bound: lower the learning rate",
+    }
     early = ""
-    if result.status == "budget spent":
-        early = (
-            f" It ended after {result.step} of {result.steps} steps, as steps that an interruption "
-            "lost had to be paid for."
-        )
+    if result.status in reasons:
+        taken = f"{result.step} of {result.steps} steps"
+        early = f" It ended after {taken}, {reasons[result.status]}."
     accuracy = (result.metrics or {}).get("test_accuracy")
     reached = "" if accuracy is None else f", test accuracy {accuracy:.1%}"
     return (
@@ -92,9 +88,8 @@ def _summary(result: Result, config: Path) -> str:
 class _Stopper:
     """Asked after each step whether a signal has come."""
 
-    def __init__(self) -> None:
-        self.armed = False  # before the first step there is nothing to save
-        self._asked = False
+    armed = False  # before the first step there is nothing to save
+    _asked = False
 
     def __call__(self) -> bool:
         return self._asked
@@ -106,14 +101,11 @@ class _Stopper:
         self._asked = True
         say("Stopping after this step. Press Ctrl-C again to stop at once.")
 
+    def __enter__(self) -> Self:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
 
-@contextmanager
-def _stopping() -> Iterator[_Stopper]:
-    stopper = _Stopper()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stopper.handle) for number in numbers}
-    try:
-        yield stopper
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)

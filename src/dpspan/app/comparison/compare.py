@@ -1,48 +1,37 @@
 """`compare`: every contender with every seed, each run in a folder of its own.
 
-A folder appears when its run is over, whole or not at all: `certificate.json`, `metrics.jsonl`,
-`run.json` (settings), `model.safetensors`, and `diagnostics.jsonl` if the method noted something.
-Nothing of a run is written or shown before it is over, so an interruption until then costs nothing,
-and the next call runs it anew with fresh noise (see `folder` for one that comes later). A finished
-run is never repeated: that would be one more release.
+A finished run is never repeated: that would be one more release. One that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from safetensors.torch import save_file
 
 from dpspan.accounting.certificate import certificate, write_certificate
+from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses
-from dpspan.accounting.releases import beyond, releases_from_json
-from dpspan.app.comparison.folder import left_behind, locked, new_folder, take_summary_away
+from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json
 from dpspan.app.comparison.results import Comparison, Result, Row
-from dpspan.app.comparison.task import PUBLIC_ONLY, Contender, Task, with_baselines
-from dpspan.app.comparison.training import Outcome, metric_name, train
-from dpspan.app.run.folder import read_json
+from dpspan.app.run import folder as run_folder
+from dpspan.app.run.folder import RunFolder, read_json, read_lines
+from dpspan.app.run.jobs import workers
+from dpspan.app.run.resumable import Run
+from dpspan.app.run.task import PUBLIC_ONLY, Contender, Task, with_baselines
 from dpspan.support.checks import check_count, expect
 from dpspan.support.processes import refuse_several_processes
 
-Job = tuple[Contender, int]
+Job = tuple[Task, Contender, int, RunFolder]
+
+_LINES = 10  # of metrics, about, in a run
+_SUMMARY = ("certificate.json", "comparison.json", "comparison.png", "metrics.jsonl")
 
 
 def compare(
@@ -57,16 +46,16 @@ def compare(
     """Run what is missing in the folder `out`, and say what came out.
 
     Every run is a release of its own. Whoever looks at all of them, if only to keep the best, has
-    spent `epsilon_together`.
-
-    Public data only and a warm start before DP-SGD are added where there are public labels.
+    spent `epsilon_together`. Public data only and a warm start before DP-SGD are added where there
+    are public labels.
 
     Args:
         task: data, model, budget: the same for all.
         contenders: DP-SGD must be one of them.
         out: for `comparison.json`, `certificate.json` (all runs together), `metrics.jsonl` and a
             folder per run. Take another folder for other data: what is there counts as done, and
-            what a choice made there has spent (`ledger.json`) is part of the whole.
+            what a choice made there has spent (`ledger.json`) is part of the whole. Runs that were
+            interrupted go on.
         seeds: of weights and public training; noise is always fresh.
         jobs: runs at a time, in processes of their own with one thread each; the task must then be
             picklable, its model a function of a module.
@@ -95,14 +84,40 @@ def compare(
     refuse_several_processes()
     expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)
     check_count("jobs", jobs)
-    warn_of_weaknesses(task.budget.epsilon, task.budget.delta, task.count)
+    budget = task.budget
+    if not isinstance(budget, Budget):
+        raise ValueError("Expected a task with a Budget: what is compared has one price.")
+    warn_of_weaknesses(budget.epsilon, budget.delta, task.count)
     everyone, out = with_baselines(task, contenders), Path(out)
     _check_folders(everyone)
     with locked(out):
-        _run_missing(task, everyone, seeds, out, jobs, console)
-        comparison = _collected(task, everyone, seeds, out)
+        runs = [
+            (task, each, seed, RunFolder(folder_of(out, each.name, seed)))
+            for each in everyone
+            for seed in seeds
+        ]
+        missing = [job for job in runs if not _is_done(*job)]
+        if missing:
+            remove_summary(out)
+        done = len(runs) - len(missing)
+        processes = min(jobs, max(1, len(missing)))
+        with workers(processes, console, "comparing", total=len(runs), done=done) as run_all:
+            run_all(train, missing)
+        comparison = _collected(task, budget, everyone, seeds, out)
         (out / "comparison.json").write_text(comparison.to_json() + "\n", encoding="utf-8")
     return comparison
+
+
+def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> None:
+    """One run; one that was interrupted goes on."""
+    about: dict[str, Any] = {"task": task, "contender": contender, "seed": seed}
+    run = Run(**about, folder=folder, settings=_settings(**about), lines=_LINES)
+    with run_folder.locked(folder.path):  # of its own: it may outlive the process that asked for it
+        if contender.method is None:
+            run.train_on_public()
+        else:
+            run.start()
+            run.go()
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:
@@ -110,156 +125,81 @@ def folder_of(out: Path, name: str, seed: int) -> Path:
     return out / _slug(name) / f"seed-{seed}"
 
 
-# -- running ------------------------------------------------------------------------------------
-
-
-def _run_missing(
-    task: Task,
-    contenders: Sequence[Contender],
-    seeds: Sequence[int],
-    out: Path,
-    jobs: int,
-    console: Console | None,
-) -> None:
-    wanted = [(contender, seed) for contender in contenders for seed in seeds]
-    missing = [job for job in wanted if not _is_done(task, job, out)]
-    if missing:
-        take_summary_away(out)
-    with _progress(console) as progress:
-        bar = progress.add_task(
-            "comparing", total=len(wanted), completed=len(wanted) - len(missing)
-        )
-
-        def keep(job: Job, outcome: Outcome) -> None:
-            _write(task, job, outcome, out)
-            progress.update(bar, advance=1, description=f"{job[0].name}, seed {job[1]}")
-
-        _run_all(task, missing, keep, min(jobs, max(1, len(missing))))
-
-
-def _run_all(
-    task: Task, jobs: Sequence[Job], keep: Callable[[Job, Outcome], None], processes: int
-) -> None:
-    if processes == 1:
-        for job in jobs:
-            keep(job, train(task, *job))
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        waiting: dict[Future[Outcome], Job] = {pool.submit(train, task, *job): job for job in jobs}
-        try:
-            for done in as_completed(waiting):
-                keep(waiting[done], done.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True, wait=False)
-            raise
-
-
 @contextmanager
-def _progress(console: Console | None) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("runs"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    where = console or Console(quiet=True)  # a disabled bar may still end its line
-    with Progress(*columns, console=where, disable=where.quiet) as progress:
-        yield progress
+def locked(out: Path) -> Iterator[None]:
+    """One process at a time; ValueError, and nothing touched, in the folder of a run."""
+    with run_folder.locked(out):
+        if RunFolder(out).is_run:
+            raise ValueError(
+                f"{out} holds a run, whose certificate would be replaced. Choose another folder "
+                "for the comparison."
+            )
+        # 0.1 wrote a run into a hidden folder, the certificate first: what was paid for stays.
+        for path in out.glob("*/.seed-*/*"):
+            if path.name != "certificate.json":
+                path.unlink()
+        yield
 
 
-# -- folders ------------------------------------------------------------------------------------
+def remove_summary(out: Path) -> None:
+    """More is about to be released than the summary of an earlier call tells."""
+    for name in _SUMMARY:
+        (out / name).unlink(missing_ok=True)
 
 
-def _settings(task: Task, job: Job) -> dict[str, Any]:
+def _settings(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
     """What makes two runs the same, as it looks after a way through JSON; public things only."""
-    contender, seed = job
-    plain: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                **contender.describe(),
-                "seed": seed,
-                "epsilon": task.budget.epsilon,
-                "delta": task.budget.delta,
-                "epochs": task.epochs,
-                "batch_size": task.batch_size,
-                "records": task.records,
-                "accountant": task.accountant,
-                "criterion": str(task.criterion),
-                "metric": metric_name(task, "accuracy"),
-                "about": task.about,
-            }
-        )
-    )
+    assert isinstance(task.budget, Budget)
+    settings = {
+        **contender.describe(),
+        "seed": seed,
+        "epsilon": task.budget.epsilon,
+        "delta": task.budget.delta,
+        "epochs": task.epochs,
+        "batch_size": task.batch_size,
+        "records": task.records,
+        "accountant": task.accountant,
+        "criterion": str(task.criterion),
+        "metric": task.metric("accuracy"),
+        "about": task.about,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
 
 
-def _is_done(task: Task, job: Job, out: Path) -> bool:
-    path = folder_of(out, job[0].name, job[1]) / "run.json"
-    if not path.exists():
+def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> bool:
+    """ValueError if something else was released there."""
+    facts = folder.facts
+    if facts is None:
         return False
-    there, here = json.loads(path.read_text(encoding="utf-8"))["settings"], _settings(task, job)
-    different = [key for key in here if there.get(key) != here[key]]
-    if different:
-        key = different[0]
-        raise ValueError(
-            f"{path.parent} holds a run with other settings ({key} is {there.get(key)!r} there, "
-            f"{here[key]!r} here). Choose another folder: what was released stays released."
-        )
-    return True
-
-
-def _write(task: Task, job: Job, outcome: Outcome, out: Path) -> None:
-    """The folder of a run, at once."""
-    contender, seed = job
-    with new_folder(folder_of(out, contender.name, seed), outcome.certificate) as folder:
-        run = {"settings": _settings(task, job), "diverged": outcome.diverged}
-        _dump(folder / "run.json", run)
-        _dump_lines(folder / "metrics.jsonl", outcome.metrics)
-        if outcome.diagnostics:
-            _dump_lines(folder / "diagnostics.jsonl", outcome.diagnostics)
-        weights = {name: weight.contiguous() for name, weight in outcome.weights.items()}
-        save_file(weights, folder / "model.safetensors")
-
-
-def _dump(path: Path, content: Any) -> None:
-    path.write_text(
-        json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
-
-
-def _dump_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(x, ensure_ascii=False, allow_nan=False) + "\n" for x in lines)
-    path.write_text(text, encoding="utf-8")
+    here = _settings(task, contender, seed)
+    if folder.finished or _record(folder)["events"]:
+        folder.refuse_other_settings(here, facts["settings"])
+    elif facts["settings"] != here:  # nothing was released, so nothing is lost
+        with run_folder.locked(folder.path):
+            for path in folder.path.glob("[!.]*"):
+                path.unlink()
+    return folder.finished
 
 
 def _collected(
-    task: Task, contenders: Sequence[Contender], seeds: Sequence[int], out: Path
+    task: Task, budget: Budget, contenders: Sequence[Contender], seeds: Sequence[int], out: Path
 ) -> Comparison:
     """All runs from their folders, and all that they released as one record."""
-    metric, rows, lines = metric_name(task, "accuracy"), [], []
-    together = Ledger(accountant=task.accountant)
-    paid_for: set[str] = set()
-    if (out / "ledger.json").exists():  # of a choice that was made here, used by a row or not
-        chosen = read_json(out / "ledger.json")
-        together.load_state_dict(chosen)
-        together.budget = None  # of one run, and this is about all
-        paid_for.add(_known_as(chosen))
-    counted: set[Path] = set()
+    metric, rows, lines = task.metric("accuracy"), [], []
     for contender in contenders:
         results = []
         for seed in seeds:
-            folder = folder_of(out, contender.name, seed)
-            metrics = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
-            run, spent = read_json(folder / "run.json"), read_json(folder / "certificate.json")
-            _add(together, spent, run["settings"]["paid"], paid_for)
-            counted.add(folder)
+            run = RunFolder(folder_of(out, contender.name, seed))
+            metrics = read_lines(run.metrics)
             lines += [{"run": contender.name, "seed": seed, **line} for line in metrics]
             results.append(
                 Result(
                     seed=seed,
-                    epsilon=float(spent["epsilon"]),
+                    epsilon=float(read_json(run.certificate)["epsilon"]),
                     value=metrics[-1][metric],
-                    folder=str(folder.relative_to(out)),
-                    diverged=run["diverged"],
+                    folder=str(run.path.relative_to(out)),
+                    diverged=read_json(run.run)["diverged"],
                 )
             )
         method = contender.method
@@ -273,34 +213,53 @@ def _collected(
                 results=tuple(results),
             )
         )
-    # Runs that an earlier call left here were released too, wanted now or not.
-    for path in sorted(out.glob("*/seed-*/certificate.json")):
-        if path.parent not in counted:
-            about = path.parent / "run.json"  # somebody else's folder has none
-            paid = read_json(about)["settings"]["paid"] if about.exists() else None
-            _add(together, read_json(path), paid, paid_for)
-    for path in left_behind(out):
-        _add(together, read_json(path), None, paid_for)
-        together.warn(
-            f"{path.parent.parent.name}: a run was charged whose model is not here: the process "
-            "ended while it was being written"
-        )
-    whole = certificate(
-        together,
-        delta=task.budget.delta,
-        training={"method": "a comparison", "runs": len(contenders) * len(seeds)},
-    )
+    about = {"kind": "comparison", "method": "a comparison", "runs": len(contenders) * len(seeds)}
+    whole = certificate(_together(task.accountant, out), delta=budget.delta, training=about)
     write_certificate(out / "certificate.json", whole)
-    _dump_lines(out / "metrics.jsonl", lines)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
+    RunFolder(out).append(out / "metrics.jsonl", lines)
     return Comparison(
         metric=metric,
-        epsilon=task.budget.epsilon,
-        delta=task.budget.delta,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
         epochs=task.epochs,
         batch_size=task.batch_size,
         rows=tuple(rows),
         epsilon_together=float(whole["epsilon"]),
     )
+
+
+def _together(accountant: str, out: Path) -> Ledger:
+    """All that was released in the folder, wanted now or not."""
+    together, paid_for = Ledger(accountant=accountant), set[str]()
+    if (out / "ledger.json").exists():  # of a choice that was made here, used by a row or not
+        chosen = read_json(out / "ledger.json")
+        together.load_state_dict(chosen)
+        together.budget = None  # of one run, and this is about all
+        paid_for.add(_known_as(chosen))
+    for path in sorted((*out.glob("*/seed-*"), *out.glob("*/.seed-*"))):
+        run = RunFolder(path)
+        if run.run.exists() and not run.finished:
+            with run_folder.locked(path):  # or a worker that outlived its call will release more
+                pass
+        facts = run.facts or {"settings": {"paid": None}}  # somebody else's folder has none
+        _add(together, _record(run), facts["settings"]["paid"], paid_for)
+        if path.name.startswith(".") or (run.run.exists() and not run.finished):
+            together.warn(
+                f"{path.parent.name}: a run was charged whose model is not here: the process "
+                "ended while it was being written"
+            )
+    return together
+
+
+def _record(run: RunFolder) -> Mapping[str, Any]:
+    """What a run has released: its ledger, or the certificate, which was all that 0.1 left."""
+    state: dict[str, Any] = read_json(run.ledger) if run.ledger.exists() else Ledger().state_dict()
+    if run.ledger.exists() or not run.certificate.exists():
+        return state
+    document = read_json(run.certificate)
+    public = [{**record, "digest": record["sha256"]} for record in document["public"]]
+    return {**document, "public": public, "invalid": document["not_private_because"]}
 
 
 def _known_as(paid: Mapping[str, Any]) -> str:
@@ -309,7 +268,7 @@ def _known_as(paid: Mapping[str, Any]) -> str:
 
 
 def _add(
-    together: Ledger, spent: dict[str, Any], paid: Mapping[str, Any] | None, paid_for: set[str]
+    together: Ledger, spent: Mapping[str, Any], paid: Mapping[str, Any] | None, paid_for: set[str]
 ) -> None:
     """One run's releases; what runs share, one and the same record, counts once."""
     releases = releases_from_json(spent["events"])
@@ -318,20 +277,10 @@ def _add(
         if own is not None:  # a run on public data pays for nothing, whatever it was given
             releases = own if _known_as(paid) in paid_for else releases
             paid_for.add(_known_as(paid))
-    for event, count in releases:
-        together.charge(event, count)
-    for record in spent["public"]:
-        together.declare_public(
-            record["name"], record["sha256"], record["count"], detail=record["detail"]
-        )
-    for warning in spent["warnings"]:
-        together.warn(warning)
-    for reason in spent["not_private_because"]:
-        together.invalidate(reason)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
+    notes = {key: spent[key] for key in ("warnings", "invalid", "public")}
+    steps = sum(count for _, count in releases)
+    counted = {"events": releases_to_json(releases), "steps": steps}
+    together.load_state_dict({**Ledger().state_dict(), **notes, **counted})
 
 
 def _slug(name: str) -> str:
@@ -340,12 +289,9 @@ def _slug(name: str) -> str:
 
 def _check_folders(contenders: Sequence[Contender]) -> None:
     """Two names that differ in punctuation only would share a folder."""
-    slugs = [_slug(contender.name) for contender in contenders]
-    wrong = [
-        contender.name
-        for contender, slug in zip(contenders, slugs, strict=True)
-        if not slug or slugs.count(slug) > 1
-    ]
+    names = [contender.name for contender in contenders]
+    slugs = [_slug(name) for name in names]
+    wrong = [name for name in names if not _slug(name) or slugs.count(_slug(name)) > 1]
     if wrong:
         raise ValueError(
             f"Expected names that differ in letters or digits, as each is the name of a folder, "

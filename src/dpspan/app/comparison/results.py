@@ -1,11 +1,11 @@
-"""What came out of a comparison: as dataclasses, JSON, a table and a picture."""
+"""What came out of a comparison: as dataclasses, JSON, a table, a picture and sentences."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from scipy import stats
 
 FORMAT = "dpspan.comparison.1"
 UNPRIVATE = "measured on private test records without noise: NOT PRIVATE, for the operator's eyes"
@@ -110,40 +111,38 @@ class Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
-        metric = content["metric"]
-        rows, known = [], {field.name: field.name for field in fields(Result)} | {metric: "value"}
+
+        def made(kind: type, values: dict[str, Any], **others: Any) -> Any:
+            known = {field.name for field in fields(kind)}
+            return kind(**{key: values[key] for key in known & set(values)} | others)
+
+        rows = []
         for row in content["rows"]:
-            results = tuple(
-                Result(**{known[k]: v for k, v in result.items() if k in known})
-                for result in row["results"]
-            )
-            own = {k: v for k, v in row.items() if not k.startswith(metric)}
-            rows.append(Row(**{**own, "results": results}))
-        own = {k: v for k, v in content.items() if k not in ("format", "rows")}
-        return cls(**own, rows=tuple(rows))
+            each = [made(Result, r, value=r[content["metric"]]) for r in row["results"]]
+            rows.append(made(Row, row, results=tuple(each)))
+        comparison: Comparison = made(cls, content, rows=tuple(rows))
+        return comparison
 
     def table(self) -> Table:
         """For rich to print."""
         runs = max(len(row.results) for row in self.rows)
-        notes = [
-            "mean ± standard deviation",
-            f"publishing every run, or the best of them, costs ε = {self.epsilon_together:.2f}",
-        ]
-        if self.unprivate:
-            notes.append(UNPRIVATE)
+        together = f"ε = {self.epsilon_together:.2f}"
+        whole = f"publishing every run, or the best of them, costs {together}"
+        notes = f"mean ± standard deviation; {whole}"
         price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
         shown = Table(
             title=f"{label(self.metric)}, {price}, {runs} runs each",
-            caption="; ".join(notes),
+            caption=f"{notes}; {UNPRIVATE}" if self.unprivate else notes,
         )
         shown.add_column("training")
         for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr"):
             shown.add_column(heading, justify="right")
         for row in self.rows:
             values, failed = row.values, sum(r.diverged is not None for r in row.results)
+            sd = row.deviation
             shown.add_row(
                 row.name + (f" ({failed} diverged)" if failed else ""),
-                spread(row),
+                f"{100 * row.mean:.1f}" + ("" if sd is None else f" ± {100 * sd:.1f}"),
                 f"{min(values):.1%} … {max(values):.1%}",
                 f"{row.epsilon:.3f}" if row.private else "0",
                 "" if row.learning_rate is None else f"{row.learning_rate:g}",
@@ -158,7 +157,15 @@ class Comparison:
         figure = Figure(figsize=(7, 1.2 + 0.35 * len(self.rows)), layout="constrained")
         FigureCanvasAgg(figure)
         axis = figure.subplots()
-        draw(axis, self.rows)
+        for index, row in enumerate(self.rows):
+            warm = row.warm and row.private
+            colour = "#d55e00" if warm else "#0072b2" if row.private else "#777777"
+            axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
+            axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
+        axis.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
+        axis.invert_yaxis()
+        axis.grid(axis="x", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel(f"{label(self.metric)} at ε = {self.epsilon:g}")
         if self.unprivate:
             figure.suptitle(UNPRIVATE, fontsize=8, color="#d55e00")
@@ -168,24 +175,61 @@ class Comparison:
         return Path(path)
 
 
-def draw(axis: Any, rows: Sequence[Row]) -> None:
-    """The runs of each row on a line of its own."""
-    for index, row in enumerate(rows):
-        colour = "#d55e00" if row.warm and row.private else "#0072b2" if row.private else "#777777"
-        axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
-        axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
-    axis.set_yticks(range(len(rows)), [row.name for row in rows])
-    axis.invert_yaxis()
-    axis.grid(axis="x", alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def spread(row: Row) -> str:
-    """Mean and deviation in per cent."""
-    alone = f"{100 * row.mean:.1f}"
-    return alone if row.deviation is None else f"{alone} ± {100 * row.deviation:.1f}"
-
-
 def label(metric: str) -> str:
     """The metric in words."""
     return metric.removeprefix("unprivate_").replace("_", " ").capitalize()
+
+
+# Two rows count as different if Welch's test on their seeds gives p below this, divided by the
+# number of rows that the better one was picked from; with a few seeds only large differences pass.
+_LEVEL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far one row is ahead of another, in points, and whether the seeds can tell."""
+
+    points: float
+    certain: bool
+    text: str  # one sentence
+
+
+def difference(first: Row, second: Row, *, picked_from: int = 1) -> Difference:
+    """The first row, the best of so many, against the second."""
+    a, b = first.values, second.values
+    points, certain = 100 * (first.mean - second.mean), False
+    if len(a) > 1 and len(b) > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # rows whose seeds all agree
+            p = float(stats.ttest_ind(a, b, equal_var=False).pvalue)
+        certain = points != 0 if math.isnan(p) else p < _LEVEL / picked_from
+    one, other, apart = f"“{first.name}”", f"“{second.name}”", f"{abs(points):.1f} points"
+    text = f"{one} and {other} are {apart} apart, which so few seeds cannot tell from chance."
+    if certain:
+        text = f"{one} {'beats' if points > 0 else 'is behind'} {other} by {apart}."
+    return Difference(points=points, certain=certain, text=text)
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """Is private training worth its ε here, what is the warm start worth, and what a subspace?"""
+    rows = comparison.rows
+    private = [row for row in rows if row.private]
+    free = [row for row in rows if not row.private]
+    sentences = [f"All this was {UNPRIVATE}."] if comparison.unprivate else []
+    best = max(private, key=lambda row: row.mean)
+    if free:
+        alone = max(free, key=lambda row: row.mean)
+        gap = difference(best, alone, picked_from=len(private))
+        worth = "worth its ε" if gap.certain and gap.points > 0 else "not shown to be worth its ε"
+        sentences.append(f"Private training is {worth} here. {gap.text}")
+    plain = {row.warm: row for row in reversed(private) if row.method == "DPSGD"}
+    for warm, start in ((False, "From scratch"), (True, "After a warm start")):
+        others = [row for row in private if row.warm == warm and row.method != "DPSGD"]
+        if warm in plain and others:
+            top = max(others, key=lambda row: row.mean)
+            gap = difference(top, plain[warm], picked_from=len(others))
+            sentences.append(f"{start}, the best other method against DP-SGD: {gap.text}")
+    if len(plain) == 2:
+        gap = difference(plain[True], plain[False])
+        sentences.append(f"What public labels give for nothing: {gap.text}")
+    return sentences

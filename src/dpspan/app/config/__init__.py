@@ -12,14 +12,13 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpspan.accounting.promises import LARGEST_DELTA
-from dpspan.app.config.features import PatchesSection
 from dpspan.app.config.methods import AnyMethod
-from dpspan.app.config.models import AnyModel
-from dpspan.app.config.section import Count, File, Positive, Section, Texts
+from dpspan.app.config.models import AnyModel, PatchesSection
 from dpspan.app.config.training import AnyTrainable, TrainingSection, WarmStartSection
 from dpspan.app.config.yaml_file import ConfigError as ConfigError
-from dpspan.app.config.yaml_file import parse, read
+from dpspan.app.config.yaml_file import parse, read_text
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
+from dpspan.app.section import Count, File, Positive, Section, Texts
 
 AnySource = Annotated[
     Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
@@ -45,10 +44,8 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _private_data_are_private_only(self) -> Self:
         others = {f"public.{name}": source for name, source in self.public.items()}
-        if self.test is not None:
-            others["test"] = self.test
-        for at, source in others.items():
-            if source.records == self.private.records:
+        for at, source in (others | {"test": self.test}).items():
+            if source is not None and source.records == self.private.records:
                 _refuse(
                     at,
                     f"These are the records of data.private itself ({source.path}): give data of "
@@ -113,41 +110,34 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
-        named = {
-            "method.public": getattr(self.method, "public", None),
-            "warm_start.public": self.warm_start.public if self.warm_start else None,
-            "features.public": self.features.public if self.features else None,
-        }
-        for at, name in named.items():
+        users = {"method": self.method, "warm_start": self.warm_start, "features": self.features}
+        known = ", ".join(self.data.public) or "none"
+        for section, user in users.items():
+            name = getattr(user, "public", None)
             if name is not None and name not in self.data.public:
-                known = ", ".join(self.data.public) or "none"
                 _refuse(
-                    at, f"Expected the name of a dataset under data.public ({known}), got '{name}'."
+                    f"{section}.public",
+                    f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
         return self
 
     @model_validator(mode="after")
     def _public_data_is_known(self) -> Self:
         method, name = self.method, getattr(self.method, "public", None)
-        if self.choose is not None:
-            if not method.needs_public:
-                _refuse(
-                    "choose", f"The method {method.name} uses no public data: leave `choose` out."
-                )
-            if name is not None:
-                _refuse(
-                    "method.public", "Leave this out, or `choose`: only one of them can decide."
-                )
-            if len(self.data.public) < 2:
-                _refuse("choose", "Expected at least 2 datasets under data.public to choose from.")
-        elif method.needs_public and name is None:
+        if not method.needs_public and self.choose is not None:
+            _refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
+        if not method.needs_public and name is not None:
+            _refuse("method.public", "A random subspace uses no public data: leave this out.")
+        if self.choose is not None and name is not None:
+            _refuse("method.public", "Leave this out, or `choose`: only one of them can decide.")
+        if self.choose is not None and len(self.data.public) < 2:
+            _refuse("choose", "Expected at least 2 datasets under data.public to choose from.")
+        if method.needs_public and self.choose is None and name is None:
             _refuse(
                 "method",
                 f"The method {method.name} needs public data: set `public` to the name of a "
                 "dataset under data.public, or add a `choose` section.",
             )
-        elif not method.needs_public and name is not None:
-            _refuse("method.public", "A random subspace uses no public data: leave this out.")
         return self
 
     def fixed(self) -> dict[str, Any]:
@@ -165,7 +155,7 @@ def _refuse(at: str, message: str) -> None:
 
 def load_config(path: str | Path) -> Config:
     """Read a configuration file; ConfigError, with lines, if it cannot be used."""
-    return read(path, Config)
+    return parse(read_text(path), Config, name=str(path))
 
 
 def parse_config(text: str, *, name: str = "config") -> Config:

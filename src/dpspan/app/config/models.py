@@ -1,23 +1,24 @@
-"""The `model` section: a built-in network, a factory of the user's, or weights with their class."""
+"""The `model` section (a built-in network, a factory of the user's, or weights with their class),
+and the `features` section (a frozen layer that the model comes after)."""
 
 from __future__ import annotations
 
 import importlib
 import math
+import operator
 import pickle
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 import dpspan
-from dpspan.app.config.section import Count, Counts, File, Section
+from dpspan.app.section import Count, Counts, File, Section
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from dpspan.app.data import Loaded
@@ -37,23 +38,33 @@ class ModelSection(Section):
         model = self.make(data)
         return dpspan.fix(model) if self.fix else model
 
-    def build(self, data: Loaded, *, seed: int) -> nn.Module:
-        """The same network for the same seed."""
-        from dpspan.support.randomness import seeded
 
-        with seeded(seed):
-            return self.draw(data)
+class NetworkSection(ModelSection):
+    """Logistic regression, the papers' small CNN, ResNet-20 with GroupNorm, or GSD's probe."""
 
-
-class LogisticSection(ModelSection):
-    """Logistic regression."""
-
-    name: Literal["logistic"] = "logistic"
+    name: Literal["logistic", "cnn", "resnet20", "probe"]
 
     def make(self, data: Loaded) -> nn.Module:
-        from dpspan.model.networks import MLP
+        import torch
 
-        return MLP(math.prod(data.shape), (), data.classes)
+        from dpspan.choose import ProbeNetwork
+        from dpspan.model.networks import MLP, PaperCNN, ResNet20
+
+        if self.name == "logistic":
+            return MLP(math.prod(data.shape), (), data.classes)
+        if self.name == "resnet20":
+            _image_shape(self.name, data, channels=3)
+            return ResNet20(classes=data.classes)
+        channels, height, width = _image_shape(self.name, data)
+        if self.name == "probe":
+            seed = int(torch.randint(2**31, ()))
+            return ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
+        if height != width or height < 14:
+            raise ValueError(
+                f"Expected square images of at least 14 × 14 pixels for the model cnn, got "
+                f"{height} × {width}. Resize them, or use mlp or a factory of your own."
+            )
+        return PaperCNN(classes=data.classes, channels=channels, size=height)
 
 
 class MlpSection(ModelSection):
@@ -68,35 +79,6 @@ class MlpSection(ModelSection):
         return MLP(math.prod(data.shape), self.hidden, data.classes)
 
 
-class CnnSection(ModelSection):
-    """The papers' small CNN."""
-
-    name: Literal["cnn"] = "cnn"
-
-    def make(self, data: Loaded) -> nn.Module:
-        channels, height, width = _image_shape(self.name, data)
-        if height != width or height < 14:
-            raise ValueError(
-                f"Expected square images of at least 14 × 14 pixels for the model cnn, got "
-                f"{height} × {width}. Resize them, or use mlp or a factory of your own."
-            )
-        from dpspan.model.networks import PaperCNN
-
-        return PaperCNN(classes=data.classes, channels=channels, size=height)
-
-
-class ResNet20Section(ModelSection):
-    """ResNet-20 with GroupNorm."""
-
-    name: Literal["resnet20"] = "resnet20"
-
-    def make(self, data: Loaded) -> nn.Module:
-        _image_shape(self.name, data, channels=3)
-        from dpspan.model.networks import ResNet20
-
-        return ResNet20(classes=data.classes)
-
-
 class WideResNetSection(ModelSection):
     """Wide ResNet with GroupNorm; WRN-28-4 by default."""
 
@@ -105,51 +87,46 @@ class WideResNetSection(ModelSection):
     widen: Count = 4
 
     def make(self, data: Loaded) -> nn.Module:
-        _image_shape(self.name, data, channels=3)
         from dpspan.model.networks import WideResNet
 
+        _image_shape(self.name, data, channels=3)
         return WideResNet(depth=self.depth, widen=self.widen, classes=data.classes)
 
 
-class ProbeSection(ModelSection):
-    """The GSD paper's probe network."""
-
-    name: Literal["probe"] = "probe"
-
-    def make(self, data: Loaded) -> nn.Module:
-        import torch
-
-        from dpspan.choose import ProbeNetwork
-
-        channels, *_ = _image_shape(self.name, data)
-        seed = int(torch.randint(2**31, ()))
-        return ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
-
-
-class FactorySection(ModelSection):
+class _OwnSection(ModelSection):
     """A function or class of the user's, `package.module:name`, called with `arguments`."""
 
-    name: Literal["factory"] = "factory"
     factory: str
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def make(self, data: Loaded) -> nn.Module:
-        return _called(self.factory, self.arguments)
+        from torch import nn
+
+        made = _imported(self.factory)(**self.arguments)
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"Expected {self.factory} to return a torch module, got a {type(made).__name__}."
+            )
+        return made
 
 
-class CheckpointSection(ModelSection):
-    """Weights (safetensors, or a state_dict that torch saved) with the class that takes them.
+class FactorySection(_OwnSection):
+    """With the weights that the factory gives it."""
+
+    name: Literal["factory"] = "factory"
+
+
+class CheckpointSection(_OwnSection):
+    """With weights from a file: safetensors, or a state_dict that torch saved.
 
     They must not come from training on the private data: nothing would account for that.
     """
 
     name: Literal["checkpoint"] = "checkpoint"
     weights: File
-    factory: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
 
     def make(self, data: Loaded) -> nn.Module:
-        model = _called(self.factory, self.arguments)
+        model = super().make(data)
         try:
             load_weights(model, self.weights)
         except RuntimeError as error:
@@ -160,16 +137,38 @@ class CheckpointSection(ModelSection):
 
 
 AnyModel = Annotated[
-    LogisticSection
-    | MlpSection
-    | CnnSection
-    | ResNet20Section
-    | WideResNetSection
-    | ProbeSection
-    | FactorySection
-    | CheckpointSection,
+    NetworkSection | MlpSection | WideResNetSection | FactorySection | CheckpointSection,
     Field(discriminator="name"),
 ]
+
+
+class PatchesSection(Section):
+    """`PatchFeatures` of the public data of that name, whose labels are not used."""
+
+    name: Literal["patches"] = "patches"
+    public: str
+    filters: Count = 1200
+    size: Annotated[Counts, Field(min_length=1)] = (4, 6, 9)
+    grid: Count | Annotated[Counts, Field(min_length=1)] = 2
+    threshold: Annotated[float, Field(ge=0, lt=100)] = 0.25
+    mirror: bool = True
+    power: Annotated[float, Field(gt=0, le=1)] = 0.6
+    directions: Count = 1000
+    whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
+    views: Count = 3
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the layer is learnt with."""
+        fields = set(PatchesSection.model_fields) - {"name", "public"}
+        found: dict[str, Any] = self.model_dump(mode="json", include=fields)
+        return found
+
+    def learn(
+        self, public: dpspan.PublicData, *, seed: int, device: torch.device | str
+    ) -> dpspan.PatchFeatures:
+        """The layer."""
+        return dpspan.PatchFeatures.learn(public, **self.settings, seed=seed, device=device)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -194,27 +193,14 @@ def load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(loaded)
 
 
-def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, int, int]:
-    fits = len(data.shape) == 3 and channels in (None, data.shape[0])
-    if not fits:
+def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
+    if len(data.shape) != 3 or channels not in (None, data.shape[0]):
         kind = "images" if channels is None else f"images of {channels} channels"
         raise ValueError(
             f"Expected {kind}, shape ({channels or 'channels'}, height, width), for the model "
             f"{name}, got samples of shape {data.shape}. Use mlp, or a factory of your own."
         )
-    first, height, width = data.shape
-    return first, height, width
-
-
-def _called(reference: str, arguments: dict[str, Any]) -> nn.Module:
-    from torch import nn
-
-    made = _imported(reference)(**arguments)
-    if not isinstance(made, nn.Module):
-        raise TypeError(
-            f"Expected {reference} to return a torch module, got a {type(made).__name__}."
-        )
-    return made
+    return data.shape
 
 
 def _imported(reference: str) -> Any:
@@ -223,29 +209,21 @@ def _imported(reference: str) -> Any:
         raise ValueError(
             f"Expected a factory such as 'package.module:function', got {reference!r}."
         )
-    with _working_folder_first():
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
-                f"lie in the folder that dpspan is started in, {Path.cwd()}."
-            ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.")
-        found = getattr(found, part)
+    folder = str(Path.cwd())  # where a command looks for no modules, unlike `python -m`
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
+            f"lie in the folder that dpspan is started in, {folder}."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    try:
+        found = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.") from None
     if not callable(found):
         raise ValueError(f"Expected {reference} to be a function or a class, got {found!r}.")
     return found
-
-
-@contextmanager
-def _working_folder_first() -> Iterator[None]:
-    """A command does not look for modules where it was started, unlike `python -m`."""
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)

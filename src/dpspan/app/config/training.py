@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 import dpspan
-from dpspan.app.config.section import Count, Positive, Section, Share, Texts
+from dpspan.app.section import (
+    BelowOne,
+    BuiltSection,
+    Count,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    Texts,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,55 +26,38 @@ if TYPE_CHECKING:
 
     from dpspan.model.trainable import Trainable
 
-NotNegative = Annotated[float, Field(ge=0)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
-
-class OptimizerSection(Section):
-    """What all optimizers have."""
+class SgdSection(Section):
+    """SGD."""
 
     learning_rate: Positive
     weight_decay: NotNegative = 0.0
-
-    @abstractmethod
-    def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
-        """The optimizer, with another learning rate if one is given."""
-
-
-class SgdSection(OptimizerSection):
-    """SGD."""
-
     name: Literal["sgd"] = "sgd"
     momentum: BelowOne = 0.0
 
     def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
+        """The optimizer, with another learning rate if one is given."""
         from torch.optim import SGD
 
-        return SGD(
-            parameters,
-            lr=self.learning_rate if lr is None else lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        lr = self.learning_rate if lr is None else lr
+        return SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
 
-class AdamSection(OptimizerSection):
+class AdamSection(Section):
     """Adam, with decoupled weight decay as in AdamW."""
 
+    learning_rate: Positive
+    weight_decay: NotNegative = 0.0
     name: Literal["adam"] = "adam"
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.999
 
     def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
+        """The optimizer, with another learning rate if one is given."""
         from torch.optim import AdamW
 
-        return AdamW(
-            parameters,
-            lr=self.learning_rate if lr is None else lr,
-            betas=(self.beta1, self.beta2),
-            weight_decay=self.weight_decay,
-        )
+        lr, betas = self.learning_rate if lr is None else lr, (self.beta1, self.beta2)
+        return AdamW(parameters, lr=lr, betas=betas, weight_decay=self.weight_decay)
 
 
 class ConstantSection(Section):
@@ -112,8 +103,7 @@ class StepsSection(Section):
 
     def factor(self, step: int, steps: int) -> float:
         """divide_by^−(milestones passed)."""
-        passed = sum(step >= share * steps for share in self.at)
-        return float(self.divide_by**-passed)
+        return float(self.divide_by ** -sum(step >= share * steps for share in self.at))
 
 
 AnySchedule = Annotated[
@@ -134,49 +124,46 @@ class TrainingSection(Section):
     schedule: AnySchedule = ConstantSection()
     physical_batch_size: Count | None = None
     device: str = "auto"
-    seed: Seed = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
-class LastLayersSection(Section):
+class TrainableSection(BuiltSection):
+    """Which part of the model is trained."""
+
+    def build(self) -> Trainable:
+        """The choice of parameters."""
+        trainable: Trainable = self.built()
+        return trainable
+
+
+class LastLayersSection(TrainableSection):
     """The last `count` layers."""
 
     name: Literal["last-layers"] = "last-layers"
     count: Count = 1
 
-    def build(self) -> Trainable:
-        return dpspan.LastLayers(self.count)
 
-
-class FirstAndLastSection(Section):
+class FirstAndLastSection(TrainableSection):
     """The first layer and the last."""
 
     name: Literal["first-and-last"] = "first-and-last"
 
-    def build(self) -> Trainable:
-        return dpspan.FirstAndLast()
 
-
-class NamedSection(Section):
+class NamedSection(TrainableSection):
     """Modules and parameters by their paths."""
 
     name: Literal["named"] = "named"
     paths: Texts = Field(min_length=1)
 
-    def build(self) -> Trainable:
-        return dpspan.Named(self.paths)
 
-
-class BiasSection(Section):
+class BiasOnlySection(TrainableSection):
     """Every bias, and the modules in `also`."""
 
     name: Literal["bias"] = "bias"
     also: Texts = ()
 
-    def build(self) -> Trainable:
-        return dpspan.BiasOnly(also=self.also)
 
-
-class LoraSection(Section):
+class LoRASection(TrainableSection):
     """Low-rank adapters (the extra `lora`)."""
 
     name: Literal["lora"] = "lora"
@@ -185,17 +172,14 @@ class LoraSection(Section):
     targets: Texts | None = None
     also: Texts = ()
 
-    def build(self) -> Trainable:
-        return dpspan.LoRA(rank=self.rank, alpha=self.alpha, targets=self.targets, also=self.also)
-
 
 AnyTrainable = Annotated[
-    LastLayersSection | FirstAndLastSection | NamedSection | BiasSection | LoraSection,
+    LastLayersSection | FirstAndLastSection | NamedSection | BiasOnlySection | LoRASection,
     Field(discriminator="name"),
 ]
 
 
-class AffineSection(Section):
+class RandomAffineSection(BuiltSection):
     """Random rotation, shift, scale, shear and mirroring of images."""
 
     name: Literal["affine"] = "affine"
@@ -205,11 +189,8 @@ class AffineSection(Section):
     shear: NotNegative = 0.1
     mirror: bool = False
 
-    def build(self) -> dpspan.RandomAffine:
-        return dpspan.RandomAffine(**self.model_dump(exclude={"name"}))
 
-
-class WarmStartSection(Section):
+class WarmStartSection(BuiltSection):
     """Training on labelled public data first; with a `trainable` section, a second phase."""
 
     public: str
@@ -219,14 +200,15 @@ class WarmStartSection(Section):
     weight_decay: NotNegative = 0.0
     validation: BelowOne = 0.2
     patience: Count = 20
-    augment: AffineSection | None = None
+    augment: RandomAffineSection | None = None
 
     def build(
         self, data: dpspan.PublicData, trainable: Trainable | None, *, seed: int
     ) -> dpspan.WarmStart:
         """The warm start on these data."""
-        settings: dict[str, Any] = self.model_dump(exclude={"public", "augment"})
-        settings |= {"seed": seed, "augment": self.augment.build() if self.augment else None}
+        settings: dict[str, Any] = self.arguments() | {"data": data, "seed": seed}
+        del settings["public"]
+        settings["augment"] = self.augment.built() if self.augment else None
         if trainable is None:
-            return dpspan.WarmStart(data=data, **settings)
-        return dpspan.SecondPhase(data=data, trainable=trainable, **settings)
+            return dpspan.WarmStart(**settings)
+        return dpspan.SecondPhase(**settings, trainable=trainable)

@@ -7,7 +7,7 @@ So of keys only those are named that a configuration has, and of values only the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from dpspan.support.errors import DPSpanError
 
 Model = TypeVar("Model", bound=BaseModel)
+_Path = tuple[str | int, ...]
 
 
 class ConfigError(DPSpanError, ValueError):
@@ -43,17 +44,12 @@ for _tag, _pattern, _first in (
     )
 
 
-def read(path: str | Path, model: type[Model]) -> Model:
-    """The file as a checked model; ConfigError with `path:line` for what is wrong."""
-    return parse(read_text(path), model, name=str(path))
-
-
 def read_text(path: str | Path) -> str:
     """What a file says; ConfigError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise ConfigError(f"Cannot read the configuration {path}: {reason}.") from None
 
 
@@ -62,7 +58,7 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        _refuse_duplicates(node, name)  # before `<<:` is put in
+        lines = _lines(node, name)  # before `<<:` is put in
         values = {} if node is None else loader.construct_document(node)
     except ConfigError:
         raise
@@ -85,7 +81,7 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
     known = _keys(model.model_json_schema())
     problems: dict[tuple[str, int], str] = {}
     for found in complete.errors():
-        place, line = _place(node, found, known)
+        place, line = _place(lines, found, known)
         # Of a value that could be several things, one complaint will do.
         problems.setdefault((place, line), f"{name}:{line}: {place}: {_sentence(found)}")
     raise ConfigError("\n".join(problems.values()))
@@ -93,20 +89,15 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
 
 def _keys(schema: Any) -> set[str]:
     """The names of all fields in a model and below."""
-    if isinstance(schema, list):
-        return set().union(*map(_keys, schema))
-    if not isinstance(schema, dict):
-        return set()
-    return set(schema.get("properties", ())).union(*map(_keys, schema.values()))
+    parts = schema.values() if isinstance(schema, dict) else schema
+    own = set(schema.get("properties", ())) if isinstance(schema, dict) else set()
+    return own.union(*map(_keys, parts)) if isinstance(schema, dict | list) else own
 
 
-def _with_allowed_tags(
-    error: ValidationError, model: type[BaseModel], values: Any
-) -> ValidationError:
+def _with_allowed_tags(error: ValidationError, model: type[Model], values: Any) -> ValidationError:
     """pydantic names the alternatives only if the key that chooses one is there: so put it in."""
-    missing = [problem for problem in error.errors() if problem["type"] == "union_tag_not_found"]
-    for problem in missing:
-        if isinstance(problem["input"], dict):
+    for problem in error.errors():
+        if problem["type"] == "union_tag_not_found" and isinstance(problem["input"], dict):
             problem["input"][problem["ctx"]["discriminator"].strip("'")] = None
     try:
         model.model_validate(values)
@@ -115,53 +106,47 @@ def _with_allowed_tags(
     return error
 
 
-def _refuse_duplicates(node: Any, name: str) -> None:
-    """YAML readers take the last of two equal keys, in silence."""
+def _lines(node: Any, name: str, at: _Path = ()) -> dict[_Path, int]:
+    """The line of every key, by its path.
+
+    A key that stands twice is refused: YAML readers take the last one, in silence.
+    """
+    parts: list[tuple[Any, Any, Any]] = []
     if isinstance(node, yaml.MappingNode):
-        known: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in known:
-                raise ConfigError(
-                    f"{name}:{line}: The key in this line stands in line {known[key.value]} too. "
-                    "Keep one of the two."
-                )
-            known[str(key.value)] = line
-            _refuse_duplicates(value, name)
+        parts = [(str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_duplicates(value, name)
+        parts = [(index, value, value) for index, value in enumerate(node.value)]
+    found: dict[_Path, int] = {}
+    for part, first, value in parts:
+        path, line = (*at, part), first.start_mark.line + 1
+        if path in found:
+            raise ConfigError(
+                f"{name}:{line}: The key in this line stands in line {found[path]} too. "
+                "Keep one of the two."
+            )
+        found |= {path: line, **_lines(value, name, path)}
+    return found
 
 
-def _place(node: Any, problem: Mapping[str, Any], known: set[str]) -> tuple[str, int]:
+def _place(
+    lines: Mapping[_Path, int], problem: Mapping[str, Any], known: set[str]
+) -> tuple[str, int]:
     """The path of keys and the line; pydantic's names of alternatives, which are no keys, left out.
 
     A key that is nobody's but the file's is a star, unless the file was found to be a configuration
     and is refused for what it says. A missing key is where it should be.
     """
     context = problem.get("ctx", {})
-    location = [*problem["loc"], *context.get("at", context.get("key", "")).split(".")]
+    path: _Path = ()
     names: list[str] = []
-    line = 1 if node is None else node.start_mark.line + 1
-    for part in location:
-        below = _below(node, part)
-        if below is not None:
+    for part in (*problem["loc"], *context.get("at", context.get("key", "")).split(".")):
+        if (*path, part) in lines:
+            path = (*path, part)
             named = part in known or isinstance(part, int) or problem["type"] == "refused"
             names.append(str(part) if named else "*")
-            line, node = below
     if problem["type"] == "missing":
         names.append(str(problem["loc"][-1]))
-    return ".".join(names) or "(the whole file)", line
-
-
-def _below(node: Any, part: str | int) -> tuple[int, Any] | None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == part:
-                return key.start_mark.line + 1, value
-    elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        return node.value[part].start_mark.line + 1, node.value[part]
-    return None
+    return ".".join(names) or "(the whole file)", lines.get(path, 1)
 
 
 _KINDS: Mapping[type, str] = {
@@ -173,7 +158,6 @@ _KINDS: Mapping[type, str] = {
     list: "a list",
     dict: "keys and values",
 }
-
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -200,32 +184,20 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
+    """What was expected; of what was found only the kind."""
     kind, context = problem["type"], problem.get("ctx", {})
-    special = _SPECIAL.get(kind)
-    if special is not None:
-        return special(problem)
-    expected = _EXPECTED.get(kind)
-    if expected is None:
-        message = str(problem["msg"])
-        return message if message.endswith(".") else f"{message}."
-    got = f", got {_kind(problem['input'])}" if kind.endswith("_type") else ""
-    return f"Expected {expected.format(**context)}{got}."
-
-
-def _tag_sentence(problem: Mapping[str, Any]) -> str:
-    context = problem["ctx"]
-    key = str(context["discriminator"]).strip("'")
-    if "tag" not in context:
-        return f"Expected keys and values, '{key}' among them, got {_kind(problem['input'])}."
-    found = ", it is missing" if context["tag"] == "None" else ""
-    return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
-
-
-_SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "missing": lambda problem: "This key is missing, and has no default.",
-    "union_tag_invalid": _tag_sentence,
-    "union_tag_not_found": _tag_sentence,
-}
+    got = f", got {_kind(problem['input'])}"
+    if kind == "missing":
+        return "This key is missing, and has no default."
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        key = str(context["discriminator"]).strip("'")
+        if "tag" not in context:
+            return f"Expected keys and values, '{key}' among them{got}."
+        found = ", it is missing" if context["tag"] == "None" else ""
+        return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
+    if kind in _EXPECTED:
+        return f"Expected {_EXPECTED[kind].format(**context)}{got * kind.endswith('_type')}."
+    return f"{problem['msg'].removesuffix('.')}."
 
 
 def _kind(value: Any) -> str:

@@ -5,11 +5,11 @@ inputs are shifted and scaled by is a constant that the user gives. A mean of pr
 public.
 """
 
-from dpspan.app.data.arrays import Idx as Idx
-from dpspan.app.data.arrays import Npz as Npz
-from dpspan.app.data.huggingface import HuggingFace as HuggingFace
-from dpspan.app.data.images import ImageFolder as ImageFolder
-from dpspan.app.data.records import Loaded as Loaded
+from dpspan.app.data.formats import Csv as Csv
+from dpspan.app.data.formats import HuggingFace as HuggingFace
+from dpspan.app.data.formats import Idx as Idx
+from dpspan.app.data.formats import ImageFolder as ImageFolder
+from dpspan.app.data.formats import Npz as Npz
+from dpspan.app.data.formats import Parquet as Parquet
+from dpspan.app.data.source import Loaded as Loaded
 from dpspan.app.data.source import load as load
-from dpspan.app.data.tables import Csv as Csv
-from dpspan.app.data.tables import Parquet as Parquet

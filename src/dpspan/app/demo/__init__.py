@@ -6,6 +6,5 @@ digits in matplotlib's fonts (labelled, but printed), patches of two photographs
 methods get the same ε; the table is what came out.
 """
 
-from dpspan.app.demo.command import main as main
+from dpspan.app.demo.command import network as network
 from dpspan.app.demo.command import run as run
-from dpspan.app.demo.settings import network as network

@@ -1,41 +1,87 @@
-"""The demo from the first line to the report."""
+"""The demo from the first line to the report.
+
+The scene (ε, epochs, batch size, how many scans and printed digits), ranks and clips were set by
+hand, after trials measured on a part of the private digits; a real user's ε would have to cover
+such trials. Learning rates, which decide between methods, come from printed digits alone.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpspan.accounting.epsilon import Budget
-from dpspan.app.comparison import Comparison, Task, compare, verdicts
+from dpspan.accounting.ledger import Ledger
+from dpspan.app.comparison import Comparison, Contender, Task, compare, verdicts
+from dpspan.app.comparison.compare import locked
 from dpspan.app.demo import data
-from dpspan.app.demo.candidates import choose_once, rank_on_stand_in, save, table
-from dpspan.app.demo.settings import (
-    BATCH,
-    CHOICE_EPSILON,
-    DELTA,
-    EPOCHS,
-    EPSILON,
-    OPT_IN,
-    RENDERED,
-    TEST,
-    WARM,
-    contenders,
-    network,
-)
-from dpspan.app.demo.tuning import tune
 from dpspan.app.report import render
+from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.from_config import choose_once
+from dpspan.app.run.training import accuracy_and_loss
+from dpspan.choose import Choice, choose_public, gsd, unprivate_captured_energy
+from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
-from dpspan.support.randomness import seeded
+from dpspan.public.warm_start import WarmStart
+
+GSD_RANK, MECHANISM = 16, "permute-and-flip"
+EPSILON, DELTA, CHOICE_EPSILON = 1.0, 1e-5, 0.1
+BATCH, EPOCHS = 256, 20
+OPT_IN, RENDERED, TEST = 100, 300, 360
+RANK, CLIP, RESIDUAL_CLIP, CARRIERS = 40, 1.0, 0.2, 2
+
+WARM = WarmStart(data=None, max_epochs=60, learning_rate=3e-3, patience=10)
+
+# Learning rates from scratch and after the warm start, as experiments/demo_rates.py found them.
+RATES = {"DP-SGD": (0.5, 0.25), "PDP-SGD": (4.0, 1.0), "GEP": (1.0, 0.5), "RGP": (1.0, 1.0)}
+
+
+def network() -> nn.Module:
+    """A small convolutional network with GroupNorm, 5,114 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+
+
+def contenders(
+    *, public: object, start: WarmStart | None, paid: Mapping[str, Any] | None
+) -> list[Contender]:
+    """Each method from scratch and after the warm start; subspaces come from unlabelled data."""
+    methods: dict[str, Method] = {
+        "DP-SGD": DPSGD(clip=CLIP),
+        "PDP-SGD": PDPSGD(public=public, rank=RANK, clip=CLIP, diagnose=10),
+        "GEP": GEP(public=public, rank=RANK, clip=CLIP, residual_clip=RESIDUAL_CLIP, diagnose=10),
+        "RGP": RGP(rank=CARRIERS, clip=CLIP),
+    }
+    cold = [
+        Contender(
+            name=name,
+            method=method,
+            learning_rate=RATES[name][0],
+            paid=paid if isinstance(method, PDPSGD | GEP) else None,
+        )
+        for name, method in methods.items()
+    ]
+    assert start is not None  # the printed digits have labels
+    warm = [dataclasses.replace(c.warmed(start), learning_rate=RATES[c.name][1]) for c in cold]
+    return [*cold, *warm]
 
 
 def run(
@@ -49,31 +95,14 @@ def run(
 ) -> Comparison:
     """Rank, choose, compare, report."""
     began = time.perf_counter()
-    out.mkdir(parents=True, exist_ok=True)
-    digits = data.handwritten(opt_in=OPT_IN, test=TEST)
-    scans, printed = digits.opt_in.tensors[0], data.rendered(RENDERED, seed=0)
-    labelled = PublicData.of(printed, name="printed digits")
-    records = len(digits.private)
+    digits, printed = data.handwritten(opt_in=OPT_IN, test=TEST), data.rendered(RENDERED, seed=0)
     console.print(
-        f"[bold]dpspan demo[/]: {records:,} private handwritten digits, {TEST} others to measure "
-        f"on (declared public), ε = {epsilon:g}, δ = {DELTA:g}.\n"
+        f"[bold]dpspan demo[/]: {len(digits.private):,} private handwritten digits, {TEST} others "
+        f"to measure on (declared public), ε = {epsilon:g}, δ = {DELTA:g}.\n"
         f"Public: {OPT_IN} opt-in scans without labels, {RENDERED} printed digits with labels, "
         "patches of photographs, noise."
     )
-    model = _initial()
-    half, others = scans[: OPT_IN // 2], _others(printed[0], OPT_IN // 2)
-    near = rank_on_stand_in(model, half, {"opt-in scans": scans[OPT_IN // 2 :], **others})
-    save(out / "candidates.json", near, stand_in=f"{len(half)} of the opt-in scans")
-    console.print(table(near))
-    candidates = {"opt-in scans": scans, **_others(printed[0], OPT_IN)}
-    choice = choose_once(
-        out / "choice.json", model, digits.private, candidates,
-        epsilon=CHOICE_EPSILON, records=records,
-    )  # fmt: skip
-    console.print(
-        f"The private digits themselves chose, for ε = {choice.epsilon:g}: [bold]{choice.name}[/]. "
-        f"{choice.note}\n"
-    )
+    labelled = PublicData.of(printed, name="printed digits")
     task = Task(
         model=network,
         private=digits.private,
@@ -85,51 +114,87 @@ def run(
         warm_start=dataclasses.replace(WARM, data=labelled),
         test_is_public=True,
     )
+    with locked(out):
+        public = _chosen(out, console, task.new_model(0), digits, printed[0])
     comparison = compare(
         task,
-        contenders(
-            public=PublicData.of(candidates[choice.name], name=choice.name),
-            start=task.start,
-            paid=choice.paid,
-        ),
+        contenders(public=public, start=task.start, paid=read_json(RunFolder(out).ledger)),
         out=out,
         seeds=range(seeds),
-        jobs=jobs or _cores(),
+        jobs=jobs or min(2, os.cpu_count() or 1),
         console=console,
     )
     console.print(comparison)
-    for sentence in verdicts(comparison):
+    for sentence in (*verdicts(comparison), _if_labelled(task, digits.opt_in, seeds, comparison)):
         console.print(f"• {sentence}")
-    console.print(f"• {_if_labelled(task, digits.opt_in, seeds, comparison)}")
     page = render([out], out / "report.html")
     console.print(f"{time.perf_counter() - began:.0f} s in all. To read on: {page}")
     return comparison
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m dpspan.app.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to")
-    parser.add_argument("--epsilon", type=float, default=EPSILON, help="budget of each run")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
-    parser.add_argument("--jobs", type=int, default=None, help="runs at a time")
-    parser.add_argument("--tune", action="store_true", help="only repeat the search for settings")
-    options = parser.parse_args(arguments)
-    if options.tune:
-        records = len(data.handwritten(opt_in=OPT_IN, test=TEST).private)
-        tune(Console(), records=records, jobs=options.jobs or _cores())
-        return
-    run(options.out, Console(), epsilon=options.epsilon, seeds=options.seeds, jobs=options.jobs)
+def _chosen(
+    out: Path, console: Console, model: nn.Module, digits: data.Digits, printed: Tensor
+) -> PublicData:
+    """Rank the public data by public scans, and choose among them by the private digits."""
+    scans, half = digits.opt_in.tensors[0], OPT_IN // 2
+    near = {"opt-in scans": scans[half:], **_others(printed, half)}
+    console.print(_rank_on_stand_in(out, model, scans[:half], near))
+    candidates = {"opt-in scans": scans, **_others(printed, OPT_IN)}
+    choice = _choose(out, model, digits.private, candidates)
+    console.print(
+        f"The private digits themselves chose, for ε = {choice['epsilon']:g}: "
+        f"[bold]{choice['chosen']}[/]. {choice['note']}\n"
+    )
+    return PublicData.of(candidates[choice["chosen"]], name=choice["chosen"])
 
 
-def _cores() -> int:
-    return min(2, os.cpu_count() or 1)
+def _rank_on_stand_in(
+    out: Path, model: nn.Module, stand_in: Tensor, candidates: Mapping[str, Tensor]
+) -> Table:
+    """Nearest first, kept for the report. Every sample is public, the stand-in too: show it."""
+    loss = nn.CrossEntropyLoss()
+    rows: list[dict[str, Any]] = []
+    for name, images in candidates.items():
+        energy = unprivate_captured_energy(model, loss, stand_in, images, rank=GSD_RANK).mean()
+        distance = gsd(model, loss, stand_in, images, rank=GSD_RANK)
+        about = {"name": name, "samples": len(images), "gsd": distance}
+        rows.append({**about, "captured_energy": float(energy)})
+    rows.sort(key=lambda row: float(row["gsd"]))
+    content = {
+        "stand_in": f"{len(stand_in)} of the opt-in scans",
+        "rank": GSD_RANK,
+        "rows": rows,
+    }
+    RunFolder(out).write_json(out / "candidates.json", content)
+    shown = Table(
+        title="How close is each candidate?",
+        caption="asked of public scans (ε = 0); GSD: 0 same directions, 1 none shared",
+    )
+    shown.add_column("candidate")
+    for heading in ("samples", "GSD ↓", "captured energy ↑"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        numbers = (f"{row['gsd']:.3f}", f"{row['captured_energy']:.3f}")
+        shown.add_row(row["name"], str(row["samples"]), *numbers)
+    return shown
 
 
-def _initial() -> nn.Module:
-    """Weights to compare gradients at; they have seen no data."""
-    with seeded(0):
-        return network()
+def _choose(
+    out: Path, model: nn.Module, private: TensorDataset, candidates: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What the private records choose for ε, or have chosen, as in `choice.json`."""
+    folder = RunFolder(out)
+    if folder.choice.exists() and not folder.ledger.exists():  # 0.1's demo: a ledger in the choice
+        folder.write_json(folder.ledger, read_json(folder.choice)["ledger"])
+    digests = {n: PublicData.of(images, name=n).digest for n, images in candidates.items()}
+    settings: dict[str, Any] = {"mechanism": MECHANISM, "rank": GSD_RANK}
+
+    def chosen(ledger: Ledger) -> Choice:
+        price: dict[str, Any] = {"epsilon": CHOICE_EPSILON, "records": len(private)}
+        loss = nn.CrossEntropyLoss()
+        return choose_public(model, loss, private, candidates, ledger=ledger, **price, **settings)
+
+    return choose_once(folder, {"settings": settings, "candidates": digests}, chosen)
 
 
 def _others(printed: Tensor, count: int) -> dict[str, Tensor]:
@@ -143,13 +208,10 @@ def _others(printed: Tensor, count: int) -> dict[str, Tensor]:
 def _if_labelled(task: Task, opt_in: TensorDataset, seeds: int, comparison: Comparison) -> str:
     """The lesson beside the table: labels for the scans would be worth so much."""
     accuracies = []
-    x, y = task.test[:]
     for seed in range(seeds):
-        with seeded(seed):
-            model = network()
+        model = task.new_model(seed)
         dataclasses.replace(WARM, data=opt_in, seed=seed).run(model, task.criterion)
-        with torch.no_grad():
-            accuracies.append(float((model(x).argmax(1) == y).float().mean()))
+        accuracies.append(accuracy_and_loss(task, model)[0])
     best = max((row for row in comparison.rows if row.private), key=lambda row: row.mean)
     ahead = statistics.mean(accuracies) - best.mean
     return (

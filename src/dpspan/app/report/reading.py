@@ -20,6 +20,8 @@ class Run:
     """One training run: its certificate, a line of metrics per epoch or so, its settings."""
 
     name: str
+    method: str  # what runs from scratch and after a warm start have in common
+    warm: bool  # whether private steps came after a warm start
     seed: int | None
     certificate: dict[str, Any]
     metrics: list[dict[str, Any]]
@@ -37,6 +39,11 @@ class Run:
         """Whether it released anything about private records."""
         return bool(self.certificate["events"])
 
+    @property
+    def not_private_because(self) -> list[str]:
+        """Why there is no guarantee; nothing where there is one."""
+        return [] if self.certificate["private"] else self.certificate["not_private_because"]
+
     def curve(self, key: str) -> list[tuple[dict[str, Any], float]]:
         """The lines that have this metric, with its value."""
         return [(line, line[key]) for line in self.metrics if line.get(key) is not None]
@@ -46,7 +53,7 @@ class Run:
 class Found:
     """Everything in the folders that a report can tell about."""
 
-    runs: tuple[Run, ...]
+    runs: list[Run]
     together: Total | None  # of all runs, and of whatever else was released; None if unknown
     comparison: dict[str, Any] | None
     candidates: dict[str, Any] | None
@@ -69,7 +76,7 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
     ledgers: dict[Path, dict[str, Any]] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"Expected a folder with a run, got {folder}, which is none.")
+            raise ValueError(f"Expected a folder with a run, but {folder} is not a folder.")
         found = sorted(path.parent for path in folder.rglob("certificate.json"))
         if all(path.name.startswith(".") for path in found):
             raise ValueError(
@@ -77,26 +84,23 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
                 "or below it. Is the run finished?"
             )
         for path in found:
-            place = path.resolve()
-            if place in certificates:  # a folder that was named twice
+            if path.resolve() in certificates:  # a folder that was named twice
                 continue
-            certificate = certificates[place] = _certificate(path / "certificate.json")
+            certificate = certificates[path.resolve()] = _certificate(path / "certificate.json")
             if not is_comparison(certificate) and not path.name.startswith("."):
-                runs.append(_run(path, folder, certificate, include_unprivate))
+                runs.append(_run(path, certificate, include_unprivate))
         for file in folder.rglob("ledger.json"):
             ledgers[file.parent.resolve()] = _ledger(file)
         for name in ("comparison", "candidates", "choice"):
-            if (folder / f"{name}.json").exists():
-                content = _json(folder / f"{name}.json")
-                extras.setdefault(
-                    name, content if include_unprivate else without_unprivate(content)
-                )
-    order = _order(extras.get("comparison"))
-    runs.sort(key=lambda run: order.get(run.name, len(order)))
+            if name not in extras and (folder / f"{name}.json").exists():
+                extras[name] = _json(folder / f"{name}.json", include_unprivate)
+    comparison = extras.get("comparison")
+    order = [row["name"] for row in comparison["rows"]] if comparison else []
+    runs.sort(key=lambda run: order.index(run.name) if run.name in order else len(order))
     return Found(
-        runs=tuple(runs),
+        runs=runs,
         together=total(certificates, ledgers),
-        comparison=extras.get("comparison") if len(folders) == 1 else None,
+        comparison=comparison if len(folders) == 1 else None,
         candidates=extras.get("candidates"),
         choice=extras.get("choice"),
     )
@@ -113,27 +117,23 @@ def without_unprivate(value: Any) -> Any:
     return [without_unprivate(item) for item in value] if isinstance(value, list) else value
 
 
-def _run(path: Path, top: Path, certificate: dict[str, Any], include_unprivate: bool) -> Run:
-    metrics, notes = _lines(path / "metrics.jsonl"), _lines(path / "diagnostics.jsonl")
-    if not include_unprivate:
-        metrics, notes = without_unprivate(metrics), without_unprivate(notes)
-    name, seed, settings = path.name if path != top else path.resolve().name, None, ""
-    if (path / "run.json").exists():
-        run = _json(path / "run.json")
-        name, seed = run["settings"]["name"], run["settings"]["seed"]
-        settings = json.dumps(run["settings"], indent=2, ensure_ascii=False)
-    elif (path / "config.yaml").exists():
-        settings = (path / "config.yaml").read_text(encoding="utf-8")
+def _run(path: Path, certificate: dict[str, Any], include_unprivate: bool) -> Run:
+    about = _json(path / "run.json")["settings"] if (path / "run.json").exists() else {}
+    name = about.get("name", path.resolve().name)
+    text = json.dumps(about or certificate["training"], indent=2, ensure_ascii=False)
+    if (path / "config.yaml").exists():
+        text = (path / "config.yaml").read_text(encoding="utf-8")
+    audited = include_unprivate and (path / "audit.json").exists()
     return Run(
         name=name,
-        seed=seed,
+        method=json.dumps(about.get("method", name)),
+        warm=bool(certificate["events"] and about.get("warm_start")),
+        seed=about.get("seed"),
         certificate=certificate,
-        metrics=metrics,
-        diagnostics=notes,
-        settings=settings,
-        audit=_json(path / "audit.json")
-        if include_unprivate and (path / "audit.json").exists()
-        else {},
+        metrics=_lines(path / "metrics.jsonl", include_unprivate),
+        diagnostics=_lines(path / "diagnostics.jsonl", include_unprivate),
+        settings=text,
+        audit=_json(path / "audit.json") if audited else {},
     )
 
 
@@ -156,26 +156,22 @@ def _ledger(path: Path) -> dict[str, Any]:
     return content
 
 
-def _order(comparison: dict[str, Any] | None) -> dict[str, int]:
-    rows = [] if comparison is None else comparison["rows"]
-    return {row["name"]: index for index, row in enumerate(rows)}
+def _json(path: Path, include_unprivate: bool = True) -> Any:
+    return _parsed(path, path.read_bytes(), include_unprivate)
 
 
-def _json(path: Path) -> Any:
-    return _parsed(path, path.read_bytes())
-
-
-def _lines(path: Path) -> list[Any]:
+def _lines(path: Path, include_unprivate: bool) -> list[Any]:
     """Lines of JSON, without a last one that a killed run left unfinished."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    parsed = [_parsed(path, line) for line in lines[:-1]]
+    parsed = [_parsed(path, line, include_unprivate) for line in lines[:-1]]
     with contextlib.suppress(ValueError):
-        parsed += [_parsed(path, line) for line in lines[-1:]]
+        parsed += [_parsed(path, line, include_unprivate) for line in lines[-1:]]
     return parsed
 
 
-def _parsed(path: Path, text: bytes) -> Any:
+def _parsed(path: Path, text: bytes, include_unprivate: bool) -> Any:
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except ValueError:
-        raise ValueError(f"Cannot read {path}: it is no valid JSON.") from None
+        raise ValueError(f"Cannot read {path}: it is not valid JSON.") from None
+    return content if include_unprivate else without_unprivate(content)

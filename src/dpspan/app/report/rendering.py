@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import json
+import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dpspan.accounting.promises import weaknesses
-from dpspan.app.comparison.results import Comparison
-from dpspan.app.comparison.verdicts import verdicts
-from dpspan.app.report import figures, wording
+from dpspan.accounting.epsilon import account
+from dpspan.accounting.events import event_from_json
+from dpspan.accounting.promises import LARGE_DELTA, weaknesses
+from dpspan.app.comparison.results import Comparison, verdicts
+from dpspan.app.report import figures
 from dpspan.app.report.reading import UNPRIVATE, Found, Run, read
 from dpspan.support.files import replacing
 
@@ -54,54 +55,54 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
 
 
 def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
-    groups = found.groups
-    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
-    shown = accuracy or loss
-    dearest = max(found.runs, key=lambda run: run.epsilon)
-    comparison = _comparison(found)
-    rows = [_row(name, runs, shown) for name, runs in groups.items()]
-    pictures = [
-        figures.accuracy_by_epsilon(groups, shown) if shown else None,
-        figures.every_run([(r["name"], r["values"]) for r in rows if r["values"]], shown)
-        if shown and len(found.runs) > 1 and any(r["values"] for r in rows)
-        else None,
-        figures.training_curve(groups, loss) if loss else None,
-    ]
+    runs, groups = found.runs, found.groups
+    most = max(runs, key=lambda run: run.epsilon)  # the most expensive one speaks for all
+    epsilon, delta = most.epsilon, most.certificate["delta"]
+    warnings = {warning for run in runs for warning in run.certificate["warnings"]}
     return {
+        **_results(found, include_unprivate),
         "created": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
         "include_unprivate": include_unprivate,
-        "not_private": sorted({r for run in found.runs for r in _reasons(run.certificate)}),
-        "certificate": dearest.certificate,
-        "epsilon": dearest.epsilon,
-        "delta": dearest.certificate["delta"],
-        "delta_in_words": wording.delta_in_words(dearest.certificate["delta"]),
-        "runs": len(found.runs),
-        "metric": None if shown is None else _heading(shown),
-        "sampling": wording.sampling(dearest.certificate),
-        "records_told": any(r.certificate.get("discloses_number_of_records") for r in found.runs),
-        "rows": rows,
-        "several": len(found.runs) > 1,
-        "verdicts": [] if comparison is None else verdicts(comparison),
-        "pictures": [picture for picture in pictures if picture is not None],
-        "candidates": found.candidates,
-        "nearness": None if not found.candidates else figures.nearness(found.candidates),
-        "choice": found.choice,
+        "not_private": sorted({r for run in runs for r in run.not_private_because}),
+        "found": found,
+        "certificate": most.certificate,
+        "epsilon": epsilon,
+        "delta": delta,
+        "runs": len(runs),
+        "several": len(runs) > 1,
+        "delta_in_words": delta_in_words(delta),
+        "sampling": sampling(most.certificate),
+        "spent": spent_on(most.certificate),
+        "records_told": any(r.certificate.get("discloses_number_of_records") for r in runs),
+        "nearness": figures.nearness(found.candidates) if found.candidates else None,
         "inner": [p for p in (figures.spectrum(groups), figures.noise_parts(groups)) if p],
-        "spent": wording.spent_on(dearest.certificate),
-        "together": found.together,
-        "guess": wording.best_guess(dearest.epsilon, dearest.certificate["delta"]),
-        "detection": wording.detection(dearest.epsilon, dearest.certificate["delta"], 0.01),
-        "public": _public(found.runs),
-        "warnings": sorted(
-            {w for run in found.runs for w in run.certificate["warnings"]}.union(
-                weaknesses(dearest.epsilon, dearest.certificate["delta"])
-            )
-        ),
-        "settings": [
-            (name, runs[0].settings or _training(runs[0])) for name, runs in groups.items()
-        ],
-        "versions": dearest.certificate["versions"],
-        "unprivate": _unprivate(found.runs) if include_unprivate else [],
+        "guess": best_guess(epsilon, delta),
+        "detection": detection(epsilon, delta, 0.01),
+        "public": _public(runs),
+        "warnings": sorted(warnings.union(weaknesses(epsilon, delta))),
+        "settings": [(name, group[0].settings) for name, group in groups.items()],
+        "unprivate": _unprivate(runs) if include_unprivate else [],
+    }
+
+
+def _results(found: Found, include_unprivate: bool) -> dict[str, Any]:
+    """What came out: sentences, a table, pictures."""
+    groups = found.groups
+    accuracy, loss = (_with(name, include_unprivate, found.runs) for name in _METRICS)
+    metric = accuracy or loss
+    rows = [_row(name, runs, metric) for name, runs in groups.items()]
+    dots = [(row["name"], row["values"]) for row in rows if row["values"]]
+    pictures = [
+        figures.accuracy_by_epsilon(groups, metric) if metric else None,
+        figures.every_run(dots, metric) if metric and dots and len(found.runs) > 1 else None,
+        figures.training_curve(groups, loss) if loss else None,
+    ]
+    percent = ", %" if metric and metric.endswith("accuracy") else ""
+    return {
+        "metric": figures.label(metric) + percent if metric else None,
+        "rows": rows,
+        "verdicts": _verdicts(found.comparison),
+        "pictures": [picture for picture in pictures if picture is not None],
     }
 
 
@@ -123,27 +124,14 @@ def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
         "values": values,
         "value": f"{mean}{deviation}" if values else "not shown",
         "epsilon": max(run.epsilon for run in runs),
-        "delta": runs[0].certificate["delta"],
-        "method": runs[0].certificate["training"].get("method"),
     }
 
 
-def _heading(metric: str) -> str:
-    return figures.label(metric) + (", %" if metric.endswith("accuracy") else "")
-
-
-def _comparison(found: Found) -> Comparison | None:
-    """The comparison, unless its values were left out."""
-    if found.comparison is None or not found.comparison["rows"]:
-        return None
-    metric = found.comparison["metric"]
-    if any(metric not in result for row in found.comparison["rows"] for result in row["results"]):
-        return None
-    return Comparison.from_dict(found.comparison)
-
-
-def _reasons(certificate: dict[str, Any]) -> list[str]:
-    return [] if certificate["private"] else list(certificate["not_private_because"])
+def _verdicts(comparison: dict[str, Any] | None) -> list[str]:
+    """What a comparison says, unless its values were left out."""
+    rows, metric = (comparison["rows"], comparison["metric"]) if comparison else ([], "")
+    known = all(metric in result for row in rows for result in row["results"])
+    return verdicts(Comparison.from_dict(comparison)) if comparison and rows and known else []
 
 
 def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -158,10 +146,6 @@ def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-def _training(run: Run) -> str:
-    return json.dumps(run.certificate["training"], indent=2, ensure_ascii=False)
-
-
 def _unprivate(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The last value of everything that is not private, and what an audit found."""
     return [
@@ -170,3 +154,69 @@ def _unprivate(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for key, value in {**(run.metrics[-1] if run.metrics else {}), **run.audit}.items()
         if key.startswith(UNPRIVATE)
     ]
+
+
+# -- a certificate in plain words -------------------------------------------------------------
+
+
+def spent_on(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every kind of release with what it would cost alone; together they cost less than the sum."""
+    delta, accountant = certificate["delta"], certificate["accountant"]["used"]
+    lines = []
+    for entry in certificate["events"]:
+        priced = account([(event_from_json(entry["event"]), entry["count"])], delta, accountant)
+        what = in_words(entry["event"], entry["count"])
+        lines.append({"what": what, "epsilon_alone": priced.epsilon})
+    return lines
+
+
+def in_words(event: Mapping[str, Any], count: int) -> str:
+    """An event of the ledger as a phrase; the ones we do not know by their names."""
+    times, s = (f"{count:,}", "s") if count > 1 else ("One", "")
+    kind, inner = event["kind"], event.get("event", {})
+    noise = "with noise {:.3g} times what one record may add"
+    if kind == "PoissonSampledDpEvent" and inner["kind"] == "GaussianDpEvent":
+        share = f"each on a random {event['sampling_probability']:.3g} of the records"
+        noise = noise.format(inner["noise_multiplier"])
+        return f"{times} training step{s}, {share}, {noise}"
+    if kind == "GaussianDpEvent":
+        return f"{times} release{s} {noise.format(event['noise_multiplier'])}"
+    if kind == "DiscreteLaplaceDpEvent":
+        epsilon = event["noise_parameter"] * event["sensitivity"]
+        return f"{times} private choice{s} of public data, ε = {epsilon:g}"
+    return f"{count:,} × {kind}"
+
+
+def sampling(certificate: Mapping[str, Any]) -> str:
+    """How batches were drawn."""
+    events = [entry["event"] for entry in certificate["events"]]
+    poisson = [event for event in events if event["kind"] == "PoissonSampledDpEvent"]
+    if not poisson:
+        return "none was drawn at random" if events else "none was drawn"
+    rates = sorted({event["sampling_probability"] for event in poisson})
+    shown = " or ".join(f"{rate:.3g}" for rate in rates)
+    return f"each record is in a batch with probability {shown}, by a coin of its own (Poisson)"
+
+
+def delta_in_words(delta: float) -> str:
+    """What δ is, for those who have not met it."""
+    if delta <= LARGE_DELTA:
+        return "a small extra chance beside ε"
+    return "the chance that the promise fails, which should be far smaller"
+
+
+def best_guess(epsilon: float, delta: float) -> float:
+    """How often somebody is right at most who guesses, at even odds, whether a record took part.
+
+    (exp ε + δ) / (exp ε + 1): the largest accuracy that (ε, δ) allows any test.
+    """
+    if not math.isfinite(epsilon):
+        return 1.0
+    return min(1.0, 1 - (1 - delta) / (math.exp(min(epsilon, 700.0)) + 1))
+
+
+def detection(epsilon: float, delta: float, false_alarms: float) -> float:
+    """The most records that a test finds which accuses so many others wrongly."""
+    limit = math.exp(min(epsilon, 700.0)) * false_alarms + delta
+    other = 1 - math.exp(-min(epsilon, 700.0)) * (1 - false_alarms - delta)
+    return min(1.0, limit, other)

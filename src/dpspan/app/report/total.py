@@ -16,7 +16,7 @@ from typing import Any
 from dpspan.accounting.epsilon import account
 from dpspan.accounting.releases import added, releases_from_json, united
 
-TOGETHER = "a comparison"  # the method that the certificate of several runs names
+TOGETHER = "a comparison"  # the method of a certificate of several runs, which was all in 0.1
 Documents = Mapping[Path, Mapping[str, Any]]  # by their folders
 
 
@@ -66,7 +66,8 @@ def total(certificates: Documents, ledgers: Documents) -> Total | None:
 
 def is_comparison(certificate: Mapping[str, Any]) -> bool:
     """Whether it is about several runs, which have certificates of their own."""
-    return bool(certificate["training"].get("method") == TOGETHER)
+    training = certificate["training"]
+    return bool(training.get("kind") == "comparison" or training.get("method") == TOGETHER)
 
 
 def _is_run_of(comparison: Path, folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, and the order in which they may be written.
+"""The folder of a run; docs/run-folder.md describes every file.
 
 What is *released* is what has left the process: a checkpoint, a line of metrics, a model, be it a
 file half written by a process that was killed. Steps that only ever were in the memory of a
@@ -6,23 +6,15 @@ process that died were seen by nobody, and cost nothing.
 
 The rule that follows: `ledger.json` is on the disk first. It names at least the steps behind
 everything else in the folder, at every moment. A run that goes on starts from the checkpoint's
-weights and from the ledger's record. Where the record is longer, the process died on the way from
-the one to the other, somebody may have seen what it was writing, and those steps stay charged.
-Noise and batches are drawn afresh by every process (their generators are never saved), so a step
-that is taken again is another release, and is charged as one.
-
-Two copies of a folder that both go on are two runs: add their ε.
-
-A folder is of a run or of a comparison, never of both: each has a `certificate.json` of its own,
-and would replace the other's.
+weights and from the ledger's record; where the record is longer, those steps stay charged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +22,22 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.epsilon import Budget
+from dpspan.accounting.ledger import Ledger, steps_beyond
+from dpspan.engine.checkpoint import load_file
 from dpspan.support.files import replacing
 from dpspan.support.strict_json import plain
 
+FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is version 1
+CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
 
-@contextmanager
+
+@contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time: two would each leave out the other's releases.
-
-    The lock ends with the process, however that ends.
-    """
+    """One process at a time: two would each leave out the other's releases."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock")
+        lock = FileLock(path / ".lock")  # ends with the process, however that ends
         lock.acquire(timeout=0)
     except Timeout as error:
         raise RuntimeError(
@@ -55,8 +49,8 @@ def locked(path: Path) -> Iterator[None]:
             "folder."
         ) from error
     try:
-        for left_behind in path.glob(".*.tmp"):
-            left_behind.unlink()
+        for interrupted in path.glob(".*.tmp"):
+            interrupted.unlink()
         yield
     finally:
         lock.release()
@@ -72,17 +66,13 @@ class RunFolder:
     """Names and writes the files of one run."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.config = self.path / "config.yaml"
-        self.ledger = self.path / "ledger.json"
-        self.choice = self.path / "choice.json"
-        self.checkpoint = self.path / "checkpoint.safetensors"
-        self.metrics = self.path / "metrics.jsonl"
-        self.diagnostics = self.path / "diagnostics.jsonl"
-        self.certificate = self.path / "certificate.json"
-        self.model = self.path / "model.safetensors"
-        self.features = self.path / "features.safetensors"
-        self.audit = self.path / "audit.json"
+        self.path = path = Path(path)
+        self.config, self.run = path / "config.yaml", path / "run.json"
+        self.ledger, self.certificate = path / "ledger.json", path / "certificate.json"
+        self.choice, self.audit = path / "choice.json", path / "audit.json"
+        self.metrics, self.diagnostics = path / "metrics.jsonl", path / "diagnostics.jsonl"
+        self.checkpoint, self.model = path / "checkpoint.safetensors", path / "model.safetensors"
+        self.features = path / "features.safetensors"
 
     @property
     def is_run(self) -> bool:
@@ -95,52 +85,36 @@ class RunFolder:
         files = (self.checkpoint, self.metrics, self.certificate, self.model)
         return any(path.exists() for path in files)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
-        with locked(self.path):
-            if is_comparison(self.path):
-                raise ValueError(
-                    f"{self.path} holds a comparison, whose certificate would be replaced. Choose "
-                    "another output folder."
-                )
-            yield
-
-    def refuse_lost_ledger(self) -> None:
-        """ValueError if something is here that was paid for, and the record of its price is not."""
-        if not self.ledger.exists() and (self.certified or self.choice.exists()):
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """`run.json`: None before the run, and in the folder that 0.1's `train` left."""
+        if not self.run.exists():
+            return None
+        facts: dict[str, Any] = read_json(self.run)
+        if facts.get("version", 1) not in (1, VERSION):
             raise ValueError(
-                f"{self.ledger} is missing, so nobody knows what the other files in {self.path} "
-                "have cost. Restore it, or train anew in another folder."
+                f"{self.path} was written by another dpspan (version {facts['version']} of the "
+                f"folder; this one knows {VERSION}). Go on with that one, or choose another folder."
             )
+        return facts
 
-    def write_ledger(self, ledger: Ledger) -> None:
-        """The record so far; ValueError if the one on the disk tells more."""
-        if self.ledger.exists() and not ledger.covers(Ledger.from_state(read_json(self.ledger))):
-            raise ValueError(
-                f"{self.ledger} tells of releases that this process does not know, and is kept. "
-                "Train in another folder."
-            )
-        self.write_json(self.ledger, ledger.state_dict())
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train; 0.1 wrote a run.json at the end only."""
+        facts = self.facts
+        return facts is not None and facts.get("status", "finished") is not None
 
-    def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Whole or not at all, and on the disk when this returns."""
-        self.write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-    def write_text(self, path: Path, text: str) -> None:
-        """Likewise."""
-        with replacing(path, what=f"the file {path.name}") as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-    def warn(self, message: str) -> None:
-        """Put a warning on record, before training or after: the ledger first; runs may go on."""
-        self.refuse_lost_ledger()
-        if not self.ledger.exists():
-            self.write_json(self.ledger, Ledger().state_dict())
-        for path in (self.ledger, self.certificate):
-            document = read_json(path) if path.exists() else None
-            if document is not None and message not in document["warnings"]:
-                self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
+    @property
+    def untrained(self) -> bool:
+        """Whether no private step is behind the checkpoint, nor after it: a choice at the most."""
+        if self.metrics.exists() or self.model.exists():
+            return False
+        try:
+            engine = load_file(self.checkpoint, CHECKPOINT)["engine"]
+            lost = steps_beyond(engine["ledger"], read_json(self.ledger))
+        except (ValueError, OSError):  # damaged, or lost: nobody knows
+            return False
+        return lost == 0 and engine["loader"]["epoch"] == engine["loader"]["position"] == 0
 
     def kept_features(self, wanted: bool) -> Path | None:
         """The layer of a run that has begun; None if it has none, an error if it was lost."""
@@ -153,6 +127,100 @@ class RunFolder:
             )
         return self.features
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
+        with locked(self.path):
+            if is_comparison(self.path):
+                raise ValueError(
+                    f"{self.path} holds a comparison, whose certificate would be replaced. Choose "
+                    "another output folder."
+                )
+            yield
+
+    def begin_anew(self) -> None:
+        """Remove a checkpoint of public things only; ValueError if there is more behind it."""
+        if not self.untrained:
+            raise ValueError(
+                f"{self.path} holds a run already. Go on with it by --resume (resume=True), or "
+                "choose another output folder."
+            )
+        for path in (self.certificate, self.checkpoint, self.run):  # the ledger stays
+            path.unlink(missing_ok=True)
+
+    def refuse_other_settings(self, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+        """ValueError unless the run that is here has these settings."""
+        key = next((key for key in here if there.get(key) != here[key]), None)
+        if key is not None:
+            raise ValueError(
+                f"{self.path} holds a run with other settings ({key} is {there.get(key)!r} there, "
+                f"{here[key]!r} here). {self.way_out}"
+            )
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a run that does not fit the one that is here."""
+        if self.untrained:
+            return "No private step was taken yet: train without --resume to begin anew."
+        return "Put them back, or choose another folder: what was released stays released."
+
+    def refuse_lost_ledger(self) -> None:
+        """ValueError if something is here that was paid for, and the record of its price is not."""
+        if not self.ledger.exists() and (self.certified or self.choice.exists()):
+            raise ValueError(
+                f"{self.ledger} is missing, so nobody knows what the other files in {self.path} "
+                "have cost. Restore it, or train anew in another folder."
+            )
+
+    def open_ledger(
+        self, accountant: str, budget: Budget | None, paid: Mapping[str, Any] | None = None
+    ) -> Ledger:
+        """A ledger with what was spent before the run begins: here, or on record as `paid`.
+
+        A run that goes on takes its record later, together with its weights.
+        """
+        self.refuse_lost_ledger()
+        ledger = Ledger(accountant=accountant, budget=budget)
+        if not self.checkpoint.exists():
+            spent = read_json(self.ledger) if self.ledger.exists() else paid
+            if spent is not None:
+                ledger.load_state_dict(spent)
+                ledger.budget = budget
+        return ledger
+
+    def write_ledger(self, ledger: Ledger) -> None:
+        """The record so far; ValueError if the one on the disk tells more."""
+        if self.ledger.exists() and not ledger.covers(Ledger.from_state(read_json(self.ledger))):
+            raise ValueError(
+                f"{self.ledger} tells of releases that this process does not know, and is kept. "
+                "Train in another folder."
+            )
+        self.write_json(self.ledger, ledger.state_dict())
+
+    def warn(self, message: str) -> None:
+        """Put a warning on record, before training or after: the ledger first; runs may go on."""
+        self.refuse_lost_ledger()
+        if not self.ledger.exists():
+            self.write_json(self.ledger, Ledger().state_dict())
+        for path in (self.ledger, self.certificate):
+            document = read_json(path) if path.exists() else None
+            if document is not None and message not in document["warnings"]:
+                self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
+
+    def write_facts(self, **facts: Any) -> None:
+        """`run.json`; `status` is None until the run has ended."""
+        self.write_json(self.run, {"format": FORMAT, "version": VERSION, **facts})
+
+    def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Strict JSON, written as text is."""
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        self.write_text(path, text + "\n")
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Whole or not at all, and on the disk when this returns."""
+        with replacing(path, what=f"the file {path.name}") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
     def write_model(self, model: nn.Module) -> None:
         """The weights, for any program that reads safetensors."""
         with replacing(self.model, what="the model") as temporary:
@@ -162,10 +230,9 @@ class RunFolder:
         """Add lines of JSON."""
         if not lines:
             return
-        text = "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(text)
+                file.write(_text(lines))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -173,8 +240,11 @@ class RunFolder:
 
     def keep_until(self, path: Path, step: int) -> None:
         """Take off lines of later steps, and a last one that was not finished."""
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        self.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+        self.write_text(path, _text([line for line in read_lines(path) if line["step"] <= step]))
+
+
+def _text(lines: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
 
 
 def read_json(path: Path) -> Any:
@@ -182,16 +252,12 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except ValueError:
-        raise ValueError(f"{path} is damaged: it is no JSON. Restore it from a copy.") from None
+        raise ValueError(f"{path} is damaged: it is not JSON. Restore it from a copy.") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of JSON in a file, without a last one that was not finished."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    read = []
-    for line in lines:
-        try:
-            read.append(json.loads(line))
-        except ValueError:
-            break
+    read: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        read.extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     return read

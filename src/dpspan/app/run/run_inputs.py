@@ -1,28 +1,23 @@
-"""From a configuration to the things it names: data, model, method."""
+"""From a configuration to the data and the model that it names."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config
 from dpspan.app.data import Loaded, load
 from dpspan.app.data.source import Source
-from dpspan.app.run.batches import in_batches
-from dpspan.app.run.features import layer_of, seen_by
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.model.trainable import Trainable, train_only
 from dpspan.public.data import PublicData
-from dpspan.public.encoding import encode_public
+from dpspan.public.encoding import encode, encode_public
 from dpspan.public.patches import PatchFeatures
 from dpspan.support.randomness import seeded
 
@@ -37,13 +32,7 @@ class Parts:
     public: Mapping[str, PublicData]
     test: Loaded | None
     model: nn.Module
-    trainable: Trainable | None
-    device: torch.device
     layer: PatchFeatures | None  # what all of these data have been through
-
-    def loader(self, batch_size: int) -> DataLoader[Any]:
-        """The private data in batches."""
-        return in_batches(self.private.dataset, batch_size)
 
 
 def make_parts(config: Config, *, features: Path | None = None) -> Parts:
@@ -58,26 +47,17 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     if config.data.test is not None:
         test = _load("data.test", config.data.test, config, labelled=True, like=private)
         _check_test(test, private, declared_public=config.data.test_is_public)
-    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, public_count(config, private))
-    layer = None
-    if config.features is not None:
-        seed = config.training.seed
-        layer = layer_of(config.features, public, seed=seed, device=device, kept=features)
-        private = seen_by(layer, private)
+    count = config.data.records or len(private.dataset)  # stated, or told by the sampling rate
+    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
+    layer = _layer(config, public, device, features)
+    if layer is not None:
+        private = encode_loaded(layer, private)
         public = {name: encode_public(layer, data) for name, data in public.items()}
-        test = None if test is None else seen_by(layer, test)
+        test = None if test is None else encode_loaded(layer, test)
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    return Parts(
-        private=private,
-        public=public,
-        test=test,
-        model=model,
-        trainable=trainable_of(config),
-        device=device,
-        layer=layer,
-    )
+    return Parts(private=private, public=public, test=test, model=model, layer=layer)
 
 
 def new_model(config: Config, like: Loaded) -> nn.Module:
@@ -98,10 +78,32 @@ def trainable_of(config: Config) -> Trainable | None:
     return None if config.trainable is None else config.trainable.build()
 
 
-def sampling(config: Config, parts: Parts) -> PoissonDraw:
-    """Poisson sampling at the rate batch size / records."""
-    rate = min(1.0, config.training.batch_size / public_count(config, parts.private))
-    return PoissonDraw.one_pass(records=len(parts.private.dataset), sample_rate=rate)
+def _layer(
+    config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
+) -> PatchFeatures | None:
+    """The frozen layer, if there is one: kept in a file, or learnt now.
+
+    Learnt again on another machine it would be another one, if only in its last digits and signs.
+    """
+    section, seed = config.features, config.training.seed
+    if section is None:
+        return None
+    data = public[section.public]
+    if kept is None:
+        return section.learn(data, seed=seed, device=device)
+    layer = PatchFeatures.load(kept, data)
+    if layer.settings != {**section.settings, "seed": seed}:
+        raise ValueError(
+            f"{kept} was learnt with other settings than the section `features`, or another seed. "
+            "Go back to those, or choose another output folder."
+        )
+    return layer.to(device)
+
+
+def encode_loaded(layer: PatchFeatures, loaded: Loaded) -> Loaded:
+    """Private records or test samples as the layer sees them."""
+    encoded = encode(layer, loaded.dataset)
+    return replace(loaded, dataset=encoded, shape=tuple(encoded.tensors[0].shape[1:]))
 
 
 def _load(
@@ -126,13 +128,12 @@ def _load(
 def _load_public(name: str, config: Config, private: Loaded) -> PublicData:
     source = config.data.public[name]
     loaded = _load(f"data.public.{name}", source, config, labelled=False, like=private)
-    copies = loaded.copies_of(private)
-    if copies:
+    if copies := loaded.copies_of(private):
         raise ValueError(
-            f"{_counted(copies, loaded)} of data.public.{name} also occur in the private data "
-            f"(exact copies, e.g. sample {copies[0]}), however the two are scaled. If private "
-            "records got into the public data, give other public data. If these records really "
-            f"are public, remove them from the private data. {_SECRET}"
+            f"{len(copies)} of the {len(loaded.dataset)} samples of data.public.{name} also occur "
+            f"in the private data (exact copies, e.g. sample {copies[0]}), however the two are "
+            "scaled. If private records got into the public data, give other public data. If these "
+            f"records really are public, remove them from the private data. {_SECRET}"
         )
     return PublicData.of(loaded.tensors, name=name)
 
@@ -142,7 +143,8 @@ def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None
     copies = test.copies_of(private)
     if not copies:
         return
-    found = f"{_counted(copies, test)} of data.test also occur in the private data"
+    count = f"{len(copies)} of the {len(test.dataset)} samples"
+    found = f"{count} of data.test also occur in the private data"
     if declared_public:
         raise ValueError(
             f"{found} (exact copies, e.g. sample {copies[0]}), so results on them are not public. "
@@ -151,15 +153,6 @@ def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None
             f"private data. Or leave test_is_public out: results are then not shown. {_SECRET}"
         )
     _warn(f"{found}: they say nothing about new records, and an audit must not use them. {_SECRET}")
-
-
-def _counted(copies: list[int], loaded: Loaded) -> str:
-    return f"{len(copies)} of the {len(loaded.dataset)} samples"
-
-
-def public_count(config: Config, private: Loaded) -> int:
-    """About how many records there are: as stated, or the number that the sampling rate tells."""
-    return config.data.records or len(private.dataset)
 
 
 def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:

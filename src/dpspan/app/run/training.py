@@ -1,469 +1,231 @@
-"""Training from a configuration, in a folder, by a process that may be killed at any moment."""
+"""The training loop of all commands: the private steps of one model.
+
+Making a `Training` touches nothing. `prepare` reads the data and trains on public ones; private
+records are charged for step by step.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import yaml
+from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import Budget
-from dpspan.accounting.ledger import Ledger, steps_beyond
-from dpspan.accounting.promises import weaknesses
-from dpspan.app.config import Config, parse_config
-from dpspan.app.config.yaml_file import read_text
-from dpspan.app.data import Loaded
-from dpspan.app.run.choice import chosen_public
-from dpspan.app.run.folder import RunFolder, read_json, read_lines
-from dpspan.app.run.run_inputs import make_parts, public_count, sampling
-from dpspan.app.run.tensorboard import Scalars
-from dpspan.engine.checkpoint import load_file
+from dpspan.accounting.events import step_event
+from dpspan.accounting.ledger import Ledger
+from dpspan.app.run.task import Contender, FixedNoise, Task
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.engine.sampling import PrivateLoader
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.public.data import move
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.left_as_found import left_as_found
-from dpspan.support.processes import refuse_several_processes
-from dpspan.support.strict_json import plain
 
-Status = Literal["finished", "stopped", "budget spent"]
-_CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
-_SHARE_OF_TIME = 0.02  # that may go into ε for the eyes of whoever watches
-_EVALUATED = 1024  # test samples at a time
+Status = Literal["finished", "stopped", "budget spent", "diverged"]
+Spent = tuple[tuple[DpEvent, int], ...]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a run is; nothing of it is private. ε may be some steps old."""
-
-    step: int
-    steps: int
-    epoch: int
-    epochs: int
-    epsilon: float
-    metrics: dict[str, Any] | None  # of the last epoch that ended
+_TEST_BATCH = 1024
+_HUGE = 1e6  # a weight of this size has left every sensible range
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a run ended."""
+class Training:
+    """The private steps of one model."""
 
-    folder: Path
-    status: Status
-    step: int
-    steps: int
-    epsilon: float
-    delta: float
-    metrics: dict[str, Any] | None
+    def __init__(self, task: Task, contender: Contender, seed: int) -> None:
+        self.task, self.contender, self.seed = task, contender, seed
+        self.step = self.steps = 0
+        self.status: Status | None = None  # why training ended
+        self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
-    def describe(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "folder": str(self.folder)}
-
-
-def _ignore(_: Progress) -> None:
-    return None
-
-
-def _never() -> bool:
-    return False
-
-
-def train(
-    config: Config | str | Path,
-    *,
-    resume: bool = False,
-    watch: Callable[[Progress], None] = _ignore,
-    stop: Callable[[], bool] = _never,
-) -> Result:
-    """Train as a configuration (or its file) says, and leave everything in its output folder.
-
-    Args:
-        config: what to do.
-        resume: go on from the folder's checkpoint; from the beginning if there is none. Without it
-            a folder that holds private steps is refused.
-        watch: called before the first step and after every step.
-        stop: asked after every step; True saves a checkpoint and ends the run, to be resumed.
-    """
-    refuse_several_processes()
-    text = _text(config)
-    checked = config if isinstance(config, Config) else parse_config(text, name=str(config))
-    folder = RunFolder(checked.output.folder)
-    with folder.locked():
-        if folder.checkpoint.exists() and not resume:
-            _begin_anew(folder)
-        run = _Run(checked, folder)
-        folder.write_text(folder.config, text)
-        status = run.go(watch, stop)
-        return run.result(status)
-
-
-def _text(config: Config | str | Path) -> str:
-    if isinstance(config, Config):
-        plain = config.model_dump(mode="json", exclude_defaults=False)
-        return str(yaml.safe_dump(plain, sort_keys=False))
-    return read_text(config)
-
-
-class _Run:
-    """One process's part of a run."""
-
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self._config, self._folder = config, folder
-        self._ledger = run_ledger(config, folder)
-        self._saved = _saved(folder, config)
-        goes_on = self._saved is not None
-        kept = folder.kept_features(wanted=goes_on and config.features is not None)
-        self._parts = make_parts(config, features=kept)
-        self._features = None if self._parts.layer is None else self._parts.layer.digest
-        self._criterion = nn.CrossEntropyLoss()
-        self._unprivate = _Unprivate() if config.output.unprivate_metrics else None
-        self._scalars = Scalars(folder.path) if config.output.tensorboard else None
-        for sentence in weaknesses(
-            None, config.budget.delta, public_count(config, self._parts.private)
-        ):
-            self._ledger.warn(sentence)
-        self._engine = PrivacyEngine(ledger=self._ledger)
-        self._model, self._optimizer, self._loader = self._make_private()
-        self._line: dict[str, Any] | None = None
-        self._notes = 0  # of the engine's diagnostics, written
-        if self._saved is not None:
-            self._go_on(self._saved)
-        else:  # what is there is of a run whose checkpoint was lost
-            for path in (folder.metrics, folder.diagnostics):
-                path.unlink(missing_ok=True)
-        self._meter = _Meter(self._spent)
-        if self._unprivate is not None:
-            self._engine.note_unprivate("loss and accuracy on private batches were written down")
-        if self._parts.test is not None and self._unprivate and not config.data.test_is_public:
-            self._engine.note_unprivate("results on test data not declared public were written")
-
-    # -- setting up -----------------------------------------------------------------------------
-
-    def _make_private(self) -> tuple[nn.Module, Optimizer, PrivateLoader]:
-        config, parts = self._config, self._parts
-        draw = sampling(config, parts)
-        self._steps = config.training.epochs * draw.steps_per_epoch
-        name = getattr(config.method, "public", None)
-        if config.choose is not None:
-            name = chosen_public(config, parts, self._folder, self._ledger)["chosen"]
-        method = config.method.build(
-            None if name is None else parts.public[name], steps=self._steps
+    def prepare(
+        self,
+        ledger: Ledger,
+        *,
+        noise_multiplier: float | None = None,
+        sample_rate: float | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        """Make the model and train it on public data, unless it goes on; nothing is charged."""
+        task, contender = self.task, self.contender
+        # A rate that comes from the data is for the engine to find, and to say so.
+        if sample_rate is None and task.records is not None:
+            sample_rate = task.sample_rate
+        rate = sample_rate or task.sample_rate
+        draw = PoissonDraw.one_pass(records=len(task.private), sample_rate=rate)  # type: ignore[arg-type]
+        self.steps = task.epochs * draw.steps_per_epoch
+        z, budget = noise_multiplier, task.budget
+        if isinstance(budget, FixedNoise):
+            z = budget.noise_multiplier
+        elif z is None:
+            z = calibrated(budget, ledger.events, rate, self.steps, task.accountant)
+            ledger.budget = budget
+            ledger.reserve(step_event(z, rate), self.steps)
+        self.model = task.new_model(self.seed)
+        self.engine = PrivacyEngine(ledger=ledger)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        _, self.optimizer, self.loader = self.engine.make_private(
+            module=self.model,
+            optimizer=contender.build_optimizer(trained),
+            data_loader=in_batches(task.private, task.batch_size),
+            criterion=task.criterion,
+            method=contender.method,
+            warm_start=None if goes_on else contender.seeded_start(self.seed),
+            noise_multiplier=z,
+            sample_rate=sample_rate,
+            expected_batch_size=float(task.batch_size),
+            max_physical_batch_size=task.physical_batch_size,
         )
-        warm_start = None
-        if config.warm_start is not None and self._saved is None:
-            data = parts.public[config.warm_start.public]
-            seed = config.training.seed
-            warm_start = config.warm_start.build(data, parts.trainable, seed=seed)
-        arguments: dict[str, Any] = {
-            "module": parts.model,
-            "optimizer": config.training.optimizer.build(
-                p for p in parts.model.parameters() if p.requires_grad
-            ),
-            "data_loader": parts.loader(config.training.batch_size),
-            "criterion": self._criterion,
-            "method": method,
-            # A rate that comes from the data is for the engine to find, and to say so.
-            "sample_rate": None if config.data.records is None else draw.sample_rate,
-            "expected_batch_size": float(config.training.batch_size),
-            "max_physical_batch_size": config.training.physical_batch_size,
-            "warm_start": warm_start,
-        }
-        z = config.budget.noise_multiplier
-        if self._saved is not None:  # as it was calibrated then
-            z = self._saved["checkpoint_dict"]["noise_multiplier"]
-        if z is not None:
-            return self._engine.make_private(**arguments, noise_multiplier=z)
-        assert config.budget.epsilon is not None
-        return self._engine.make_private_with_epsilon(
-            **arguments,
-            target_epsilon=config.budget.epsilon,
-            target_delta=config.budget.delta,
-            epochs=config.training.epochs,
-        )
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def _go_on(self, saved: dict[str, Any]) -> None:
-        """Weights from the checkpoint; the record of what was spent from the ledger's file."""
-        folder, state = self._folder, saved["checkpoint_dict"]
-        if state.get("features") != self._features:
-            raise ValueError(
-                f"{folder.features} is not the layer that the run in {folder.path} began with. "
-                "Restore it, or train anew in another folder."
-            )
-        record = read_json(folder.ledger)
-        lost = steps_beyond(saved["engine"]["ledger"], record)
-        if lost is None:
-            raise ValueError(
-                f"{folder.ledger} leaves out releases that are behind the checkpoint beside it. "
-                "Restore it from a copy, or train anew in another folder."
-            )
-        try:
-            self._engine.load_state_dict({**saved["engine"], "ledger": record})
-            self._model.load_state_dict(saved["module"])
-            self._optimizer.load_state_dict(saved["optimizer"])
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"The checkpoint in {folder.path} is of another run: {error} {_way_out(folder)}"
-            ) from error
-        if lost:
-            self._ledger.warn(
-                f"{lost} steps were charged that the model was not trained by: the process ended "
-                "while they were being written"
-            )
-        self._line = state["line"]
-        for path in (folder.metrics, folder.diagnostics):
-            if path.exists():
-                folder.keep_until(path, self._step)
-        if self._line is not None and self._line not in read_lines(folder.metrics)[-1:]:
-            folder.append(folder.metrics, [self._line])  # it had not come to that
-
-    # -- training -------------------------------------------------------------------------------
+    def load(self, saved: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Weights from a checkpoint; what was spent from the record, which may be longer."""
+        self.engine.load_state_dict({**saved["engine"], "ledger": record})
+        self.model.load_state_dict(saved["module"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step = self._handed_over
 
     @property
-    def _step(self) -> int:
-        return self._loader.epoch * len(self._loader) + self._loader.position
+    def _handed_over(self) -> int:
+        return self.loader.epoch * len(self.loader) + self.loader.position
 
-    def go(self, watch: Callable[[Progress], None], stop: Callable[[], bool]) -> Status:
-        """Train until the end, or until told to stop."""
-        watch(self._progress())
-        try:
-            stopped = self._epochs(watch, stop)
-        except BudgetExceeded:  # steps were lost, and paid for: the last ones cannot be afforded
-            stopped = False
-            self._loader.position -= 1  # the batch was handed over, but its step was refused
-            known = self._line is not None and self._line["step"] == self._step
-            self._save(None if known else self._epoch_line())
-        status: Status = "stopped" if stopped else "finished"
-        if not stopped and self._step < self._steps:
-            status = "budget spent"
-        if not stopped:
-            self._folder.write_model(self._model)  # what the last `_save` has charged
-        if self._scalars is not None:
-            self._scalars.close()
-        return status
+    @property
+    def epoch(self) -> int:
+        """How many epochs are over."""
+        return self.loader.epoch if self.steps else 0
 
-    def _epochs(self, watch: Callable[[Progress], None], stop: Callable[[], bool]) -> bool:
-        """Whether it was stopped."""
-        loader, every = self._loader, self._config.output.checkpoint_every
-        if self._saved is None:
-            self._folder.features.unlink(missing_ok=True)  # of a run that never came to a step
-            if self._parts.layer is not None:
-                self._parts.layer.save(self._folder.features)
-            self._save()  # a run that dies early finds its public training, and its price, again
-        while loader.epoch < self._config.training.epochs:
-            before = self._step
-            for inputs, labels in loader:
-                self._piece(inputs, labels, before)
-                if self._step == before:  # a piece of a batch
+    def take_steps(self) -> Iterator[bool]:
+        """Train until the end, or for as long as it is asked for; `status` says why it ended.
+
+        After each step: whether a line of metrics may be due, at the end of an epoch or of all.
+        Released weights alone decide whether training has diverged: an error might tell something
+        of private records.
+        """
+        self.status = "diverged" if _exploded(self.model) else None
+        while self.step < self.steps and self.status is None:
+            for inputs, labels in self.loader:
+                try:
+                    self._piece(inputs, labels)
+                except BudgetExceeded:  # steps were lost, and paid for: the last are not affordable
+                    self.loader.position -= 1  # the batch was handed over, its step refused
+                    self.status = "budget spent"
+                    break
+                if self._handed_over == self.step:  # a piece of a batch
                     continue
-                before = self._step
-                watch(self._progress())
-                if loader.position == len(loader):
-                    continue
-                if stop():
-                    self._save()
-                    return True
-                if every is not None and before % every == 0:
-                    self._save()
-            self._save(self._epoch_line())
-            watch(self._progress())
-            if stop() and loader.epoch < self._config.training.epochs:
-                return True
-        return False
+                self.step = self._handed_over
+                if _exploded(self.model):
+                    self.status = "diverged"
+                    break
+                if self.loader.position < len(self.loader):
+                    yield False
+            if self.step == self.steps:
+                self.status = self.status or "finished"
+            yield True
+        self.status = self.status or "finished"
 
-    def _piece(self, inputs: Tensor, labels: Tensor, step: int) -> None:
-        training = self._config.training
-        for group in self._optimizer.param_groups:
-            group["lr"] = training.optimizer.learning_rate * training.schedule.factor(
-                step, self._steps
-            )
-        inputs, labels = inputs.to(self._parts.device), labels.to(self._parts.device)
-        self._optimizer.zero_grad()
-        outputs = self._model(inputs)
-        loss = self._criterion(outputs, labels)
+    def _piece(self, inputs: Any, labels: Any) -> None:
+        task, schedule = self.task, self.contender.schedule
+        if schedule is not None:
+            factor = schedule(self.step, self.steps)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+        device = torch.device(task.device)
+        inputs, labels = move(inputs, device), move(labels, device)
+        self.optimizer.zero_grad()
+        outputs = self.model(inputs)
+        loss = task.criterion(outputs, labels)
         loss.backward()
-        self._optimizer.step()
-        if self._unprivate is not None:
-            self._unprivate.add(loss, outputs, labels)
-
-    # -- what leaves the process ----------------------------------------------------------------
-
-    def _save(self, line: dict[str, Any] | None = None) -> None:
-        """The ledger first: see `folder`."""
-        folder, engine = self._folder, self._engine
-        folder.write_ledger(self._ledger)
-        self._line = line or self._line
-        engine.save_checkpoint(
-            folder.checkpoint,
-            module=self._model,
-            optimizer=self._optimizer,
-            checkpoint_dict={
-                "config": self._config.fixed(),
-                "noise_multiplier": engine.noise_multiplier,
-                "line": self._line,
-                "features": self._features,
-            },
-        )
-        if line is not None:
-            folder.append(folder.metrics, [line])
-            if self._scalars is not None:
-                self._scalars.write(line)
-        notes = engine.diagnostics()
-        folder.append(folder.diagnostics, notes[self._notes :])
-        self._notes = len(notes)
-        engine.write_certificate(folder.certificate, self._config.budget.delta)
-
-    def _epoch_line(self) -> dict[str, Any]:
-        """No time: how long steps took depends on how many records were drawn."""
-        line: dict[str, Any] = {
-            "step": self._step,
-            "epoch": self._loader.epoch,
-            "epsilon": self._meter.now(),
-            "delta": self._config.budget.delta,
-        }
-        public = self._config.data.test_is_public
-        if self._parts.test is not None and (public or self._unprivate is not None):
-            prefix = "test" if public else "unprivate_test"
-            loss, accuracy = evaluate(self._model, self._parts.test, self._parts.device)
-            line |= {f"{prefix}_loss": loss, f"{prefix}_accuracy": accuracy}
-        if self._unprivate is not None:
-            line |= self._unprivate.means()
-        strict: dict[str, Any] = plain(line)
-        return strict
-
-    def _spent(self) -> float:
-        return self._engine.get_epsilon(self._config.budget.delta)
-
-    def _progress(self) -> Progress:
-        return Progress(
-            step=self._step,
-            steps=self._steps,
-            epoch=self._loader.epoch,
-            epochs=self._config.training.epochs,
-            epsilon=self._meter.recent(),
-            metrics=self._line,
-        )
-
-    def result(self, status: Status) -> Result:
-        """For whoever called."""
-        return Result(
-            folder=self._folder.path,
-            status=status,
-            step=self._step,
-            steps=self._steps,
-            epsilon=self._meter.now(),
-            delta=self._config.budget.delta,
-            metrics=self._line,
-        )
+        self.optimizer.step()
+        if self.observe is not None:
+            self.observe(loss, outputs, labels)
 
 
-def evaluate(model: nn.Module, data: Loaded, device: torch.device) -> tuple[float, float]:
-    """Mean loss and accuracy on samples that are not trained on."""
-    inputs, labels = data.tensors
-    loss = right = 0.0
+def rehearse(
+    task: Task, contender: Contender, seed: int, noise_multiplier: float, sample_rate: float
+) -> float:
+    """The accuracy of a run whose records are public: noise as given, and no books to keep."""
+    if contender.method is None:
+        model, start = task.new_model(seed), contender.seeded_start(seed)
+        assert start is not None
+        start.run(model, task.criterion)
+        return accuracy_and_loss(task, model)[0]
+    training = Training(task, contender, seed)
+    training.prepare(Ledger(), noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    for _ in training.take_steps():
+        pass
+    training.engine.detach()
+    return accuracy_and_loss(task, training.model)[0]
+
+
+class _Records(Dataset[tuple[Tensor, ...]]):
+    """Samples in memory, a batch read at once: one at a time would take most of a step."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+        self._tensors = dataset.tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self._tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        chosen = torch.as_tensor(indices)
+        return tuple(tensor[chosen] for tensor in self._tensors)
+
+
+def _collate(batch: Any) -> Any:
+    """A batch that was read at once is one already."""
+    return batch if isinstance(batch, tuple) else tuple(default_collate(batch))
+
+
+def in_batches(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
+    """A loader over the samples."""
+    if isinstance(dataset, TensorDataset):
+        return DataLoader(_Records(dataset), batch_size=batch_size, collate_fn=_collate)
+    return DataLoader(dataset, batch_size=batch_size)
+
+
+def _exploded(model: nn.Module) -> bool:
+    """Whether the released weights are beyond use; they may be looked at."""
+    trained = [p.detach() for p in model.parameters() if p.requires_grad and p.numel()]
+    # One answer for all of them: each would wait for a GPU on its own. NaN is not below anything.
+    largest = torch.stack([weight.abs().amax().float() for weight in trained]).amax()
+    return not bool(largest < _HUGE)
+
+
+# Runs of other seeds need the same noise.
+@functools.lru_cache(maxsize=64)
+def calibrated(
+    budget: Budget, spent: Spent, sample_rate: float, steps: int, accountant: str
+) -> float:
+    """The noise multiplier for so many steps on top of what is spent."""
+    return calibrate_event(
+        lambda z: step_event(z, sample_rate), steps, budget, accountant=accountant, spent=spent
+    )
+
+
+def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
+    """The share of test records classified right, and the mean loss."""
+    assert task.test is not None
+    losses, right, count = 0.0, 0.0, 0
+    device = torch.device(task.device)
     with left_as_found(model, mode="evaluation"), torch.no_grad():
-        for x, y in zip(inputs.split(_EVALUATED), labels.split(_EVALUATED), strict=True):
-            outputs, y = model(x.to(device)), y.to(device)
-            loss += float(nn.functional.cross_entropy(outputs, y, reduction="sum"))
+        for x, y in in_batches(task.test, _TEST_BATCH):
+            x, y = move(x, device), move(y, device)
+            outputs = model(x)
+            if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
+                raise ValueError(
+                    "Expected a classifier, logits (n, classes) and labels (n,), got outputs "
+                    f"{tuple(outputs.shape)} and labels {tuple(y.shape)}: accuracy is what a "
+                    "comparison measures."
+                )
+            losses += float(task.criterion(outputs, y)) * len(y)
             right += float((outputs.argmax(1) == y).sum())
-    return loss / len(labels), right / len(labels)
-
-
-def _saved(folder: RunFolder, config: Config) -> dict[str, Any] | None:
-    """The checkpoint of the run, or None if there is none."""
-    if not folder.checkpoint.exists():
-        return None
-    saved = load_file(folder.checkpoint, _CHECKPOINT)
-    mine, theirs = config.fixed(), saved["checkpoint_dict"]["config"]
-    for section in mine:
-        if mine[section] != theirs.get(section):
-            raise ValueError(
-                f"The section `{section}` is not as it was when the run in {folder.path} began. "
-                f"{_way_out(folder)}"
-            )
-    return saved
-
-
-def _untrained(folder: RunFolder) -> bool:
-    """Whether no private step is behind the checkpoint, nor after it: a choice at the most."""
-    if folder.metrics.exists() or folder.model.exists():
-        return False
-    try:
-        engine = load_file(folder.checkpoint, _CHECKPOINT)["engine"]
-        lost = steps_beyond(engine["ledger"], read_json(folder.ledger))
-    except (ValueError, OSError):  # damaged, or lost: nobody knows
-        return False
-    return lost == 0 and engine["loader"]["epoch"] == engine["loader"]["position"] == 0
-
-
-def _begin_anew(folder: RunFolder) -> None:
-    """Take off a checkpoint of public things only; ValueError if there is more behind it."""
-    if not _untrained(folder):
-        raise ValueError(
-            f"{folder.path} holds a run already. Go on with it by --resume (resume=True), or "
-            "choose another output folder."
-        )
-    for path in (folder.certificate, folder.checkpoint):  # the ledger stays
-        path.unlink(missing_ok=True)
-
-
-def _way_out(folder: RunFolder) -> str:
-    if _untrained(folder):
-        return "No private step was taken yet: train without --resume to begin anew."
-    return f"Put it back (see {folder.config}), or train anew in another folder."
-
-
-def run_ledger(config: Config, folder: RunFolder) -> Ledger:
-    """A ledger with the budget, and what the folder of a run that has yet to begin has spent."""
-    folder.refuse_lost_ledger()
-    epsilon, delta = config.budget.epsilon, config.budget.delta
-    budget = None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
-    ledger = Ledger(accountant=config.budget.accountant, budget=budget)
-    if folder.ledger.exists() and not folder.checkpoint.exists():
-        ledger.load_state_dict(read_json(folder.ledger))
-    return ledger
-
-
-class _Meter:
-    """ε now, or one that is recent enough to look at and cost little time."""
-
-    def __init__(self, spent: Callable[[], float]) -> None:
-        self._spent, self._epsilon, self._next = spent, 0.0, 0.0
-        self.now()
-
-    def now(self) -> float:
-        start = time.monotonic()
-        self._epsilon = self._spent()
-        end = time.monotonic()
-        self._next = end + (end - start) / _SHARE_OF_TIME
-        return self._epsilon
-
-    def recent(self) -> float:
-        return self.now() if time.monotonic() > self._next else self._epsilon
-
-
-class _Unprivate:
-    """Means over the private batches of an epoch: not private, and named so."""
-
-    def __init__(self) -> None:
-        self._loss = self._right = 0.0
-        self._samples = 0
-
-    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        self._loss += float(loss.detach()) * len(labels)
-        self._right += float((outputs.detach().argmax(1) == labels).sum())
-        self._samples += len(labels)
-
-    def means(self) -> dict[str, float]:
-        samples = max(self._samples, 1)
-        means = {
-            "unprivate_train_loss": self._loss / samples,
-            "unprivate_train_accuracy": self._right / samples,
-        }
-        self._loss, self._right, self._samples = 0.0, 0.0, 0
-        return means
+            count += len(y)
+    return right / count, losses / count

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import (
+    Factored,
     Rows,
     Term,
     blocks,
+    by_blocks,
     compact,
-    compress_rows,
-    instantiated_norms,
     joined,
+    joined_pairs,
     kept,
 )
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
@@ -31,12 +33,18 @@ _COST_OF_PATCHES = 4
 _CPU_ROWS_KEPT_BYTES = 8 * 2**20
 _GPU_ROWS_KEPT_BYTES = 1024 * 2**20
 
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {  # by spatial dimensions
+    1: conv1d_weight,
+    2: conv2d_weight,
+    3: conv3d_weight,
+}
+
 # Below this many channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
 
 
 @dataclass(frozen=True)
-class Patches:
+class Patches(Factored):
     """Row i is Σ_t b_it ⊗ a_it over output positions t, a_t the patch of the input x under t.
 
     The patches are never kept: they repeat every input number up to once per kernel entry.
@@ -51,18 +59,14 @@ class Patches:
     groups: int
 
     @property
-    def samples(self) -> int:
-        return self.x.shape[0]
-
-    @property
     def depth(self) -> int:
         return self.b.shape[2:].numel()
 
     def rows(self, start: int, stop: int) -> Tensor:
-        x, b, n = (
+        n, x, b = (
+            stop - start,
             full_precision(self.x[start:stop]),
             full_precision(self.b[start:stop]),
-            stop - start,
         )
         if n == 0:
             return x.new_zeros(0, self.weight.numel())
@@ -70,12 +74,11 @@ class Patches:
         thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
         if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
             copied = self.depth * self.weight[1:].numel() * self.groups
-            return joined([self._unfolded_rows(x[i:j], b[i:j]) for i, j in blocks(n, copied, x)])
+            return by_blocks(lambda i, j: self._unfolded_rows(x[i:j], b[i:j]), n, copied, x)
         if x.is_cuda or one_by_one or thin:
-            copied = self.stride[0] * self.depth * self.weight[1] * self.weight[3:].numel()
-            return joined(
-                [self._sliding_rows(x[i:j], b[i:j]) for i, j in blocks(n, copied * self.groups, x)]
-            )
+            line = self.weight[1] * self.weight[3:].numel() * self.groups
+            copied = self.stride[0] * self.depth * line
+            return by_blocks(lambda i, j: self._sliding_rows(x[i:j], b[i:j]), n, copied, x)
         # One group per sample: the library's own weight gradient then keeps the samples apart.
         b = b.reshape(1, n * self.weight[0], *b.shape[2:])
         x = x.reshape(1, n * x.shape[1], *x.shape[2:])
@@ -93,7 +96,7 @@ class Patches:
         d_out = self.weight[0] // self.groups
         # The ghost norm must write out every patch first: it has to be much cheaper to pay.
         if _COST_OF_PATCHES * positions * (d_in + d_out) >= d_in * d_out:
-            return instantiated_norms(self, self.weight.numel(), arithmetic)
+            return super().squared_norms(arithmetic)
         parts: list[SquaredNorms] = []
         for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):
             a = self._unfold(full_precision(self.x[start:stop]))
@@ -124,9 +127,6 @@ class Patches:
             total = total + left.transpose(1, 2) @ right
         return total.flatten()
 
-    def kernel(self, other: Term) -> Tensor | None:
-        return None
-
     def compact(self) -> Term:
         stored = self.x.shape[1:].numel() + self.b.shape[1:].numel()
         limit = _CPU_ROWS_KEPT_BYTES if self.x.device.type == "cpu" else _GPU_ROWS_KEPT_BYTES
@@ -134,47 +134,35 @@ class Patches:
         return compact(self, size, size if self.samples * size * 4 <= limit else stored)
 
     def merged(self, views: int) -> Rows:
-        records, size = self.samples // views, self.weight.numel()
-        parts = [
-            Rows(self.rows(start * views, stop * views)).merged(views).values
-            for start, stop in blocks(records, views * size, self.x)
-        ]
-        return Rows(joined(parts) if parts else full_precision(self.x).new_zeros(0, size))
+        return Rows(
+            by_blocks(
+                lambda i, j: Rows(self.rows(i * views, j * views)).merged(views).values,
+                self.samples // views,
+                views * self.weight.numel(),
+                self.x,
+            )
+        )
 
-    def scaled(self, factor: float) -> Patches:
-        return dataclasses.replace(self, b=self.b * factor)
+    def double(self) -> Patches:
+        return dataclasses.replace(self, x=self.x.double(), b=self.b.double())
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if self.groups > 1:  # carriers would mix what the groups keep apart
-            return compress_rows(self, left, right)
+            return super().compress(left, right)
         x, b = full_precision(self.x), full_precision(self.b)
         if x.is_cuda:  # many small kernels cost more than copying the patches once
-            numbers = self.depth * right.shape[1]
-            parts = [
-                self._compressed(x[i:j], b[i:j], left, right) for i, j in blocks(len(x), numbers, x)
-            ]
-            lefts, rights = zip(*parts, strict=True)
-            return joined(lefts), joined(rights)
+            ranges = blocks(len(x), self.depth * right.shape[1], x)
+            return joined_pairs([self._compressed(x[i:j], b[i:j], left, right) for i, j in ranges])
         # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
         # needs the rows of the whole weight. Both are what will be clipped, however they round.
         filters = right.view(-1, *self.weight[1:])
         seen = torch.convolution(
-            x,
-            filters,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            [0] * len(self.stride),
-            1,
+            x, filters, None, self.stride, self.padding, self.dilation, False, [0], 1
         )
         outputs = (left.T @ b.flatten(2)).view(len(b), len(right), *b.shape[2:])
         thin = dataclasses.replace(self, x=x, b=outputs, weight=filters.shape)
-        return (
-            torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)),
-            thin.rows(0, self.samples).view(self.samples, *right.shape),
-        )
+        rights = thin.rows(0, self.samples).view(self.samples, *right.shape)
+        return torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)), rights
 
     def _compressed(
         self, x: Tensor, b: Tensor, left: Tensor, right: Tensor
@@ -254,29 +242,14 @@ class Patches:
 
     def _sequences(self, b: Tensor) -> Tensor:
         """Output gradients as (n, groups, positions, d_out)."""
-        return b.reshape(b.shape[0], self.groups, b.shape[1] // self.groups, self.depth).transpose(
-            2, 3
-        )
+        apart = b.reshape(b.shape[0], self.groups, b.shape[1] // self.groups, self.depth)
+        return apart.transpose(2, 3)
 
     def _weight_gradient(self, x: Tensor, b: Tensor, samples: int) -> Tensor:
         """The weight gradient by torch itself, for `samples` samples laid side by side."""
-        weight = x.new_zeros(()).expand(samples * self.weight[0], *self.weight[1:])
-        dims = len(self.stride)
-        _, gradient, _ = torch.ops.aten.convolution_backward(
-            b,
-            x,
-            weight,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            [0] * dims,
-            samples * self.groups,
-            [False, True, False],
-        )
-        assert isinstance(gradient, Tensor)
-        return gradient
+        shape = (samples * self.weight[0], *self.weight[1:])
+        gradient, groups = _WEIGHT_GRADIENTS[len(self.stride)], samples * self.groups
+        return gradient(x, shape, b, self.stride, self.padding, self.dilation, groups)
 
 
 def _batched(left: Tensor, right: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,31 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from dpspan.gradients.layers.linear import as_sequence
-from dpspan.gradients.layers.terms import (
-    COST_OF_FLOAT64,
-    Stack,
-    Term,
-    blocks,
-    compact,
-    compress_rows,
-    instantiated_norms,
-    joined,
-    kept,
-)
+from dpspan.gradients.layers.terms import COST_OF_FLOAT64, Factored, Term, by_blocks, compact, kept
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Factored):
     """Row i adds b_it to line index_it: index (n, T), output gradients b (n, T, d)."""
 
     index: Tensor
     b: Tensor
     entries: int
-
-    @property
-    def samples(self) -> int:
-        return self.b.shape[0]
 
     @property
     def depth(self) -> int:
@@ -53,21 +38,21 @@ class Lookup:
         return Lookup(index, b, stop - start).rows(0, self.samples)
 
     def double(self) -> Lookup:
-        """The same in float64, where a difference of two norms still means something."""
         return Lookup(self.index, self.b.double(), self.entries)
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
         steps, width = self.b.shape[1:]
         if steps * steps > self.entries:
-            return instantiated_norms(self, self.entries * width, arithmetic)
-        values = []
-        for start, stop in blocks(self.samples, 2 * steps * steps, self.b):
+            return super().squared_norms(arithmetic)
+
+        def products(start: int, stop: int) -> Tensor:
             index, b = self.index[start:stop], full_precision(self.b[start:stop])
             same = index[:, :, None] == index[:, None, :]
-            values.append((torch.bmm(b, b.transpose(1, 2)) * same).sum(2).double().sum(1))
+            return (torch.bmm(b, b.transpose(1, 2)) * same).sum(2).double().sum(1)
+
+        value = by_blocks(products, self.samples, 2 * steps * steps, self.b).clamp(min=0)
         error = arithmetic.product(width) + (steps + 4) * arithmetic.unit
-        value = joined(values).clamp(min=0)
         return SquaredNorms(value, self.magnitudes(), 0.0, error, arithmetic.summand)
 
     def magnitudes(self) -> Tensor:
@@ -78,24 +63,21 @@ class Lookup:
         out = b.new_zeros(self.entries, b.shape[2])
         return out.index_add_(0, self.index.flatten(), b.flatten(0, 1)).flatten()
 
-    def kernel(self, other: Term) -> Tensor | None:
+    def _kernel(self, other: Lookup) -> Tensor | None:
         """⟨b, b'⟩ over pairs of equal indices, where that is cheaper than rows."""
-        if isinstance(other, Stack):
-            return other.kernel_of(self)
-        if not isinstance(other, Lookup):
-            return None
         n, m, width = self.samples, other.samples, self.b.shape[2]
         kernel_cost = COST_OF_FLOAT64 * n * m * self.depth * other.depth
         if kernel_cost > (n + m + n * m) * self.entries:
             return None
         b, index = other.b.double().flatten(0, 1), other.index.flatten()
-        values = []
-        for start, stop in blocks(n, 2 * self.depth * b.shape[0], b):
+
+        def products(start: int, stop: int) -> Tensor:
             mine = self.b[start:stop].double().reshape(-1, width)
             same = self.index[start:stop].reshape(-1, 1) == index
-            products = ((mine @ b.T) * same).view(stop - start, self.depth, m, other.depth)
-            values.append(products.sum((1, 3)))
-        return joined(values)
+            each = ((mine @ b.T) * same).view(stop - start, self.depth, m, other.depth)
+            return each.sum((1, 3))
+
+        return by_blocks(products, n, 2 * self.depth * b.shape[0], b)
 
     def compact(self) -> Term:
         depth, width = self.b.shape[1:]
@@ -104,13 +86,7 @@ class Lookup:
     def merged(self, views: int) -> Lookup:
         length = views * self.index.shape[1]
         index, b = self.index.reshape(-1, length), self.b.reshape(-1, length, self.b.shape[2])
-        return dataclasses.replace(self, index=index, b=b)
-
-    def scaled(self, factor: float) -> Lookup:
-        return Lookup(self.index, self.b * factor, self.entries)
-
-    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return compress_rows(self, left, right)
+        return Lookup(index, b, self.entries)
 
 
 def embedding_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:

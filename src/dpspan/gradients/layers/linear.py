@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from dpspan.gradients.layers.terms import (
     COST_OF_FLOAT64,
+    Factored,
     Rows,
-    Stack,
     Term,
     blocks,
+    by_blocks,
     compact,
     joined,
     kept,
@@ -28,15 +29,11 @@ from dpspan.gradients.numerics import (
 
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Factored):
     """Row i is Σ_t b_it ⊗ a_it: inputs a (n, T, d_in), output gradients b (n, T, d_out)."""
 
     a: Tensor
     b: Tensor
-
-    @property
-    def samples(self) -> int:
-        return self.a.shape[0]
 
     @property
     def depth(self) -> int:
@@ -50,19 +47,18 @@ class Outer:
         return Outer(self.a, self.b[:, :, start:stop]).rows(0, self.samples)
 
     def double(self) -> Outer:
-        """The same in float64, where a difference of two norms still means something."""
         return Outer(self.a.double(), self.b.double())
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Ghost norm: Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩, which for T = 1 is ‖a‖²‖b‖²."""
-        x, (n, steps) = self.a, self.a.shape[:2]
+        steps = self.depth
         if steps == 1:
             value = self.magnitudes()
             return SquaredNorms(value, value, 2 * arithmetic.norm, 0.0, arithmetic.summand)
         # An entry of the Gram matrices below can lose d squares by underflow.
         lost_a, lost_b = (underflow(k, steps * k.shape[2]) for k in (self.a, self.b))
         values, magnitudes = [], []
-        for start, stop in blocks(n, 2 * steps * steps, x):
+        for start, stop in blocks(self.samples, 2 * steps * steps, self.a):
             a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
             aa, bb = torch.bmm(a, a.transpose(1, 2)), torch.bmm(b, b.transpose(1, 2))
             na, nb = (k.diagonal(dim1=1, dim2=2).sum(1).double() for k in (aa, bb))
@@ -89,25 +85,22 @@ class Outer:
         a, b = (a * w, b) if a.shape[2] < b.shape[2] else (a, b * w)  # scale the smaller side
         return (b.flatten(0, 1).T @ a.flatten(0, 1)).flatten()
 
-    def kernel(self, other: Term) -> Tensor | None:
+    def _kernel(self, other: Outer) -> Tensor | None:
         """⟨a, a'⟩⟨b, b'⟩ summed over both sequences, where that is cheaper than rows."""
-        if isinstance(other, Stack):
-            return other.kernel_of(self)
-        if not isinstance(other, Outer):
-            return None
         n, m, d_in, d_out = self.samples, other.samples, self.a.shape[2], self.b.shape[2]
         kernel_cost = n * m * self.depth * other.depth * (d_in + d_out)
         rows_cost = (n * self.depth + m * other.depth + n * m) * d_in * d_out
         if COST_OF_FLOAT64 * kernel_cost > rows_cost:
             return None
         a, b = (x.double().flatten(0, 1) for x in (other.a, other.b))
-        values = []
-        for start, stop in blocks(n, 2 * self.depth * b.shape[0], b):
+
+        def products(start: int, stop: int) -> Tensor:
             left = self.a[start:stop].double().flatten(0, 1) @ a.T
             right = self.b[start:stop].double().flatten(0, 1) @ b.T
-            products = left.mul_(right).view(stop - start, self.depth, m, other.depth)
-            values.append(products.sum((1, 3)))
-        return joined(values)
+            each = left.mul_(right).view(stop - start, self.depth, m, other.depth)
+            return each.sum((1, 3))
+
+        return by_blocks(products, n, 2 * self.depth * b.shape[0], b)
 
     def compact(self) -> Term:
         d_in, d_out = self.a.shape[2], self.b.shape[2]
@@ -117,15 +110,10 @@ class Outer:
         # A sum over the sequences of all views is one over a longer sequence.
         return Outer(*(x.reshape(-1, views * self.depth, x.shape[2]) for x in (self.a, self.b)))
 
-    def scaled(self, factor: float) -> Outer:
-        return Outer(self.a, self.b * factor)
-
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         a, b = full_precision(self.a), full_precision(self.b)
-        return (
-            torch.bmm(b.transpose(1, 2), a @ right.T),
-            torch.bmm((b @ left).transpose(1, 2), a),
-        )
+        left_image = torch.bmm(b.transpose(1, 2), a @ right.T)
+        return left_image, torch.bmm((b @ left).transpose(1, 2), a)
 
 
 def as_sequence(x: Tensor) -> Tensor:

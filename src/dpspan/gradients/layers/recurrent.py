@@ -31,11 +31,16 @@ def is_recurrent(module: nn.Module) -> bool:
     """Whether it computes what torch's class does, with the parameters of that class."""
     if not isinstance(module, _KINDS):
         return False
-    forward = getattr(module.forward, "inner", module.forward)  # a capture may stand in for it
     names = _OF_CELL if isinstance(module, nn.RNNCellBase) else module._flat_weights_names
-    return getattr(forward, "__func__", None) in [kind.forward for kind in _KINDS] and (
+    return method_of(module, "forward") in [kind.forward for kind in _KINDS] and (
         sorted(module._parameters) == sorted(names)
     )
+
+
+def method_of(module: nn.Module, name: str) -> object:
+    """The function that a module runs as this method, below what a capture puts in its place."""
+    bound = getattr(module, name, None)
+    return getattr(getattr(bound, "inner", bound), "__func__", None)
 
 
 def is_of_opacus(module: nn.Module) -> bool:

@@ -6,9 +6,10 @@ a module called twice, or a weight tied between modules, gives several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,20 +25,24 @@ _GPU_WORKSPACE_BYTES = 1024 * 2**20
 COST_OF_FLOAT64 = 2  # of a product, in products of float32
 
 
-class Term(Protocol):
+class Term(ABC):
     """One summand of the per-sample gradients (n, d) of a parameter of d entries."""
 
     @property
+    @abstractmethod
     def samples(self) -> int:
         """Number of samples n."""
 
     @property
+    @abstractmethod
     def depth(self) -> int:
         """How many products are added up in one entry of a row."""
 
+    @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
         """The gradients of samples start … stop − 1 as rows, (stop − start, d)."""
 
+    @abstractmethod
     def lines(self, start: int, stop: int, width: int) -> Tensor:
         """All samples' rows, but only lines start … stop − 1 of the parameter.
 
@@ -45,11 +50,24 @@ class Term(Protocol):
         """
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
-        """Squared row norms by the cheaper of instantiating and the kernel form."""
+        """Squared row norms by the cheaper of instantiating and the kernel form.
 
+        Here from rows, a block of samples at a time, each block dropped after use. `combine` sums
+        products of the factors, not these rows, so the bound adds what rounding the rows can have
+        hidden.
+        """
+        empty = self.rows(0, 0)
+        value = by_blocks(
+            lambda i, j: squared_norms(self.rows(i, j)), self.samples, empty.shape[1], empty
+        )
+        hidden = arithmetic.product(self.depth) + arithmetic.summand
+        return SquaredNorms(value, self.magnitudes(), arithmetic.norm, 0.0, hidden)
+
+    @abstractmethod
     def magnitudes(self) -> Tensor:
         """Squares of an upper bound of Σ_t ‖a_t‖‖b_t‖ per sample: what rounding is relative to."""
 
+    @abstractmethod
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
         """Weighted sum of the rows, (d,), in which `dropped` samples are blanked.
 
@@ -61,16 +79,36 @@ class Term(Protocol):
 
         None where the two are of different kinds, or where rows are cheaper.
         """
+        if isinstance(other, Stack):
+            return _all([self.kernel(part) for part in other.parts], dim=1)
+        return self._kernel(other) if isinstance(other, type(self)) else None
+
+    def _kernel(self, other: Any) -> Tensor | None:
+        """`kernel` of a term of the same kind."""
+        return None
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row as a matrix G: G Rᵀ and Lᵀ G."""
+        """Each row as a matrix G: G Rᵀ and Lᵀ G. Here from the rows, a block at a time."""
+        d_out, d_in = left.shape[0], right.shape[1]
+        parts = []
+        for start, stop in blocks(self.samples, d_out * d_in, right):
+            g = self.rows(start, stop).unflatten(1, (d_out, d_in))
+            parts.append((g @ right.T, left.T @ g))
+        return joined_pairs(parts)
 
+    @abstractmethod
     def scaled(self, factor: float) -> Term:
         """The same rows times a number."""
 
+    @abstractmethod
+    def double(self) -> Term:
+        """The same in float64, where a difference of two norms still means something."""
+
     def compact(self) -> Term:
         """The form in which it is kept until the step: its rows, where that pays."""
+        return self
 
+    @abstractmethod
     def merged(self, views: int) -> Term:
         """Every `views` rows, which belong to one record, added up to one."""
 
@@ -83,9 +121,22 @@ def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tupl
         yield start, min(start + size, samples)
 
 
+def by_blocks(
+    compute: Callable[[int, int], Tensor], samples: int, numbers_per_sample: int, like: Tensor
+) -> Tensor:
+    """What `compute` gives for each range of samples, one after the other."""
+    return joined([compute(i, j) for i, j in blocks(samples, numbers_per_sample, like)])
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The blocks' results one after the other; one block needs no copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def joined_pairs(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The same for two results a block."""
+    lefts, rights = zip(*parts, strict=True)
+    return joined(lefts), joined(rights)
 
 
 def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
@@ -95,23 +146,21 @@ def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
     return full_precision(x).masked_fill(dropped.view(-1, *([1] * (x.dim() - 1))), 0.0)
 
 
-def instantiated_norms(term: Term, row_size: int, arithmetic: Arithmetic) -> SquaredNorms:
-    """Squared norms from rows, a block of samples at a time, each block dropped after use.
+class Factored(Term):
+    """A term kept as its factors, of which `b`, the gradients of outputs, is (n, …)."""
 
-    `combine` sums products of the factors, not these rows, so the bound adds what rounding the
-    rows can have hidden.
-    """
-    empty = term.rows(0, 0)
-    values = [
-        squared_norms(term.rows(start, stop))
-        for start, stop in blocks(term.samples, row_size, empty)
-    ]
-    hidden = arithmetic.product(term.depth) + arithmetic.summand
-    return SquaredNorms(joined(values), term.magnitudes(), arithmetic.norm, 0.0, hidden)
+    b: Tensor
+
+    @property
+    def samples(self) -> int:
+        return self.b.shape[0]
+
+    def scaled(self, factor: float) -> Self:
+        return replace(self, b=self.b * factor)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Term):
     """A term kept as its rows: biases, norms' affine maps, and whatever is smaller this way."""
 
     values: Tensor  # (n, *shape)
@@ -145,80 +194,58 @@ class Rows:
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
         return weights @ kept(self.flat(), dropped)
 
-    def kernel(self, other: Term) -> Tensor | None:
-        return None
-
-    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return compress_rows(self, left, right)
-
-    def compact(self) -> Rows:
-        return self
-
     def merged(self, views: int) -> Rows:
         return Rows(full_precision(self.values).unflatten(0, (-1, views)).sum(1))
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.values * factor)
 
+    def double(self) -> Rows:
+        return Rows(self.values.double())
+
 
 @dataclass(frozen=True)
-class Sum:
-    """Several terms of different kinds for one parameter (an embedding tied to a linear layer)."""
+class _Several(Term):
+    """Terms of one parameter that are taken together."""
 
-    terms: Sequence[Term]
-    row_size: int
+    parts: Sequence[Term]
+
+    def merged(self, views: int) -> Self:
+        return type(self)([part.merged(views) for part in self.parts])
+
+    def scaled(self, factor: float) -> Self:
+        return type(self)([part.scaled(factor) for part in self.parts])
+
+    def double(self) -> Self:
+        return type(self)([part.double() for part in self.parts])
+
+
+class Sum(_Several):
+    """Several terms of different kinds for one parameter (an embedding tied to a linear layer)."""
 
     @property
     def samples(self) -> int:
-        return self.terms[0].samples
+        return self.parts[0].samples
 
     @property
     def depth(self) -> int:
-        return sum(term.depth for term in self.terms)
+        return sum(part.depth for part in self.parts)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        total = self.terms[0].rows(start, stop)
-        for term in self.terms[1:]:
-            total = total + term.rows(start, stop)
-        return total
+        return _added(part.rows(start, stop) for part in self.parts)
 
     def lines(self, start: int, stop: int, width: int) -> Tensor:
-        total = self.terms[0].lines(start, stop, width)
-        for term in self.terms[1:]:
-            total = total + term.lines(start, stop, width)
-        return total
-
-    def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
-        return instantiated_norms(self, self.row_size, arithmetic)
+        return _added(part.lines(start, stop, width) for part in self.parts)
 
     def magnitudes(self) -> Tensor:
-        roots = torch.stack([term.magnitudes().sqrt() for term in self.terms])
-        return roots.sum(0).square()
+        return torch.stack([part.magnitudes().sqrt() for part in self.parts]).sum(0).square()
 
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
-        return torch.stack([term.combine(weights, dropped) for term in self.terms]).sum(0)
-
-    def kernel(self, other: Term) -> Tensor | None:
-        return None
-
-    def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return compress_rows(self, left, right)
-
-    def compact(self) -> Sum:
-        return self
-
-    def merged(self, views: int) -> Sum:
-        return Sum([term.merged(views) for term in self.terms], self.row_size)
-
-    def scaled(self, factor: float) -> Sum:
-        return Sum([term.scaled(factor) for term in self.terms], self.row_size)
+        return _added(part.combine(weights, dropped) for part in self.parts)
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(_Several):
     """The samples of several batches one after the other, each as it was recorded."""
-
-    parts: Sequence[Term]
 
     @property
     def samples(self) -> int:
@@ -241,14 +268,10 @@ class Stack:
         return joined([part.lines(start, stop, width) for part in self.parts])
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
-        norms = [part.squared_norms(arithmetic) for part in self.parts]
-        return SquaredNorms(
-            joined([part.value for part in norms]),
-            joined([part.magnitude for part in norms]),
-            max(part.value_error for part in norms),
-            max(part.magnitude_error for part in norms),
-            max(part.summand_error for part in norms),
+        values, magnitudes, *errors = zip(
+            *(part.squared_norms(arithmetic) for part in self.parts), strict=True
         )
+        return SquaredNorms(joined(values), joined(magnitudes), *map(max, errors))
 
     def magnitudes(self) -> Tensor:
         return joined([part.magnitudes() for part in self.parts])
@@ -256,31 +279,14 @@ class Stack:
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
         sizes = [part.samples for part in self.parts]
         blanked = [None] * len(sizes) if dropped is None else dropped.split(sizes)
-        sums = [
-            part.combine(w, d)
-            for part, w, d in zip(self.parts, weights.split(sizes), blanked, strict=True)
-        ]
-        return torch.stack(sums).sum(0)
+        each = zip(self.parts, weights.split(sizes), blanked, strict=True)
+        return _added(part.combine(w, d) for part, w, d in each)
 
     def kernel(self, other: Term) -> Tensor | None:
         return _all([part.kernel(other) for part in self.parts], dim=0)
 
-    def kernel_of(self, term: Term) -> Tensor | None:
-        """Inner products of a term's rows with these."""
-        return _all([term.kernel(part) for part in self.parts], dim=1)
-
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        lefts, rights = zip(*(part.compress(left, right) for part in self.parts), strict=True)
-        return joined(lefts), joined(rights)
-
-    def compact(self) -> Stack:
-        return self
-
-    def merged(self, views: int) -> Stack:
-        return Stack([part.merged(views) for part in self.parts])
-
-    def scaled(self, factor: float) -> Stack:
-        return Stack([part.scaled(factor) for part in self.parts])
+        return joined_pairs([part.compress(left, right) for part in self.parts])
 
 
 def stacked(parts: Sequence[Term]) -> Term:
@@ -291,21 +297,17 @@ def stacked(parts: Sequence[Term]) -> Term:
     return Stack(parts)
 
 
+def _added(parts: Iterator[Tensor]) -> Tensor:
+    total = next(parts)
+    for part in parts:
+        total = total + part
+    return total
+
+
 def _all(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     """The parts side by side, if none is missing."""
     known = [part for part in parts if part is not None]
     return torch.cat(known, dim=dim) if len(known) == len(parts) else None
-
-
-def compress_rows(term: Term, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """G Rᵀ and Lᵀ G from the rows, a block of samples at a time."""
-    d_out, d_in = left.shape[0], right.shape[1]
-    lefts, rights = [], []
-    for start, stop in blocks(term.samples, d_out * d_in, right):
-        g = term.rows(start, stop).unflatten(1, (d_out, d_in))
-        lefts.append(g @ right.T)
-        rights.append(left.T @ g)
-    return joined(lefts), joined(rights)
 
 
 def compact(term: Term, row_size: int, stored: int) -> Term:

@@ -1,0 +1,350 @@
+"""One run: a contender, trained on a task with a seed, by a process that may be killed any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dpspan.accounting.certificate import certificate, write_certificate
+from dpspan.accounting.epsilon import Budget, account
+from dpspan.accounting.ledger import steps_beyond
+from dpspan.accounting.promises import weaknesses
+from dpspan.app.config import OutputSection
+from dpspan.app.run.folder import CHECKPOINT, RunFolder, read_json, read_lines
+from dpspan.app.run.task import Contender, Task
+from dpspan.app.run.training import Spent, Status, Training, accuracy_and_loss
+from dpspan.engine.checkpoint import load_file
+from dpspan.public.data import PublicData
+from dpspan.public.overlap import encodings, refuse_overlap
+from dpspan.support.strict_json import plain
+
+_SHARE_OF_TIME = 0.02  # that may go into ε for the eyes of whoever watches
+_DIVERGED = "the weights grew without bound: lower the learning rate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run is; nothing of it is private. ε may be some steps old."""
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    epsilon: float
+    metrics: dict[str, Any] | None  # of the last epoch that ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Progress):
+    """How a run ended."""
+
+    folder: Path
+    status: Status
+    delta: float
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A training in a folder, which goes on where an earlier process ended.
+
+    Making one touches nothing: `start` reads the data, and `go` takes the private steps.
+    """
+
+    task: Task
+    contender: Contender
+    seed: int  # of weights and public training, never of noise
+    folder: RunFolder
+    settings: Mapping[str, Any]  # what makes two runs the same, as plain values; all of it public
+    # Lines of metrics, about, the first of them before the first step, and a certificate at the
+    # end. None for a line and a certificate each epoch.
+    lines: int | None = None
+    features: str | None = None  # the digest of the frozen layer that the data have been through
+    output: OutputSection | None = None  # how often to save, and what else to write
+
+    def __post_init__(self) -> None:
+        self.training = Training(self.task, self.contender, self.seed)
+        output, budget = self.output, self.task.budget
+        self._budget = budget if isinstance(budget, Budget) else None
+        self._unprivate = _Unprivate() if output is not None and output.unprivate_metrics else None
+        self._scalars: Any = None  # a writer for TensorBoard
+        self._line: dict[str, Any] | None = None
+        self._notes = 0  # of the engine's diagnostics, written
+        self._epsilon, self._old_at = 0.0, 0.0  # for the eyes of whoever watches
+
+    # -- starting -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Read the data, train on public ones, and load what an earlier process left."""
+        folder, task, training = self.folder, self.task, self.training
+        if self.output is not None and self.output.tensorboard:
+            self._scalars = _scalars(folder.path)
+        saved = self._saved()
+        self._ledger = folder.open_ledger(task.accountant, self._budget, self.contender.paid)
+        for sentence in weaknesses(None, task.budget.delta, task.count):
+            self._ledger.warn(sentence)
+        self._note_unprivate()
+        z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
+        training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
+        if self._unprivate is not None:
+            training.observe = self._unprivate.add
+        if saved is not None:
+            self._load(saved)
+        else:  # what is there is of a run whose checkpoint was lost
+            for path in (folder.metrics, folder.diagnostics):
+                path.unlink(missing_ok=True)
+
+    def _saved(self) -> dict[str, Any] | None:
+        """The checkpoint of the run, or None if there is none."""
+        if not self.folder.checkpoint.exists():
+            return None
+        saved = load_file(self.folder.checkpoint, CHECKPOINT)
+        facts = self.folder.facts
+        there = saved["checkpoint_dict"]["config"] if facts is None else facts["settings"]
+        self.folder.refuse_other_settings(self.settings, there)
+        return saved
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Weights from the checkpoint; the record of what was spent from the ledger's file."""
+        folder, state = self.folder, saved["checkpoint_dict"]
+        if state.get("features") != self.features:
+            raise ValueError(
+                f"{folder.features} is not the layer that the run in {folder.path} began with. "
+                "Restore it, or train anew in another folder."
+            )
+        record = read_json(folder.ledger)
+        lost = steps_beyond(saved["engine"]["ledger"], record)
+        if lost is None:
+            raise ValueError(
+                f"{folder.ledger} leaves out releases that are behind the checkpoint beside it. "
+                "Restore it from a copy, or train anew in another folder."
+            )
+        try:
+            self.training.load(saved, record)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"The checkpoint in {folder.path} is of another run: {error} {folder.way_out}"
+            ) from error
+        if lost:
+            self._ledger.warn(
+                f"{lost} steps were charged that the model was not trained by: the process ended "
+                "while they were being written"
+            )
+        self._line = state["line"]
+        for path in (folder.metrics, folder.diagnostics):
+            if path.exists():
+                folder.keep_until(path, self.training.step)
+        if self._line is not None and self._line not in read_lines(folder.metrics)[-1:]:
+            folder.append(folder.metrics, [self._line])  # it had not come to that
+
+    def _note_unprivate(self) -> None:
+        if self._unprivate is not None:
+            self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
+        if self.task.test is not None and not self.task.test_is_public:
+            self._ledger.warn("unprivate: results on test data not declared public were written")
+
+    # -- training -------------------------------------------------------------------------------
+
+    def go(
+        self,
+        watch: Callable[[Progress], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Result:
+        """Train until the end, or until told to stop."""
+        training, told = self.training, False
+        apart = 1 if self.lines is None else max(1, self.task.epochs // self.lines)
+        self._watched(watch)
+        self._write_facts(None)
+        if not self.folder.checkpoint.exists():
+            # A run that dies early finds its public training, and its price, again.
+            self._save(None if self.lines is None else self._measured())
+        for end_of_epoch in training.take_steps():
+            ended = training.status is not None
+            if end_of_epoch and (ended or training.epoch % apart == 0):
+                known = self._line is not None and self._line["step"] == training.step
+                self._save(None if known else self._measured())
+            self._watched(watch)
+            told = not ended and stop is not None and stop()
+            every = None if self.output is None else self.output.checkpoint_every
+            if not end_of_epoch and (told or (every and training.step % every == 0)):
+                self._save()
+            if told:
+                break
+        if self._scalars is not None:
+            self._scalars.close()
+        if told:
+            return self._result("stopped")
+        document = training.engine.certificate(self.task.budget.delta)
+        training.engine.detach()
+        return self._finish(training.status or "finished", document)
+
+    def _finish(self, status: Status, document: Mapping[str, Any]) -> Result:
+        """The price first, as ever; `run.json` says last that all is there."""
+        self.folder.write_ledger(self._ledger)
+        write_certificate(self.folder.certificate, document)
+        self.folder.write_model(self.training.model)
+        self._write_facts(status)
+        return self._result(status)
+
+    def train_on_public(self) -> Result:
+        """The free baseline: no private record is trained on, so ε = 0."""
+        task, folder, start = self.task, self.folder, self.contender.warm_start
+        assert start is not None
+        self._ledger = ledger = folder.open_ledger(task.accountant, self._budget)
+        data = PublicData.of(start.data)
+        refuse_overlap(data, task.private)  # or it is not free
+        model = self.training.model = task.new_model(self.seed)
+        self._note_unprivate()
+        lines = [self._measured()]
+        start = dataclasses.replace(start, data=data, seed=self.seed)
+        detail = start.summary(start.run(model, task.criterion))
+        ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        for each in encodings(task.private):  # their layer is a part of the model; nothing is read
+            public = each.public
+            ledger.declare_public(public.name, public.digest, public.count, detail=each.layer)
+        lines.append(self._measured())
+        self._write_facts(None)
+        folder.write_ledger(ledger)
+        folder.metrics.unlink(missing_ok=True)
+        folder.append(folder.metrics, lines)
+        about = {"method": None, "model": type(model).__name__}
+        document = certificate(ledger, delta=task.budget.delta, training=about)
+        return self._finish("finished", document)
+
+    # -- what leaves the process ----------------------------------------------------------------
+
+    def _save(self, line: dict[str, Any] | None = None) -> None:
+        """The ledger first: see `folder`."""
+        folder, engine, delta = self.folder, self.training.engine, self.task.budget.delta
+        # It may put a warning on record, so it is made before the ledger is written.
+        document = engine.certificate(delta) if self.lines is None else None
+        folder.write_ledger(self._ledger)
+        self._line = line or self._line
+        engine.save_checkpoint(
+            folder.checkpoint,
+            module=self.training.model,
+            optimizer=self.training.optimizer,
+            checkpoint_dict={
+                "config": dict(self.settings),
+                "noise_multiplier": engine.noise_multiplier,
+                "line": self._line,
+                "features": self.features,
+            },
+        )
+        if line is not None:
+            folder.append(folder.metrics, [line])
+            for name in () if self._scalars is None else set(line) - {"step"}:
+                # Not when: steps take longer with more records.
+                self._scalars.add_scalar(name, line[name], line["step"], walltime=0.0)
+        notes = engine.diagnostics()
+        folder.append(folder.diagnostics, notes[self._notes :])
+        self._notes = len(notes)
+        if document is not None:
+            write_certificate(folder.certificate, document)
+
+    def _write_facts(self, status: Status | None) -> None:
+        self.folder.write_facts(
+            settings=dict(self.settings),
+            seed=self.seed,
+            status=status,
+            diverged=_DIVERGED if status == "diverged" else None,
+        )
+
+    def _measured(self) -> dict[str, Any]:
+        """A line of metrics; no time, as how long steps took depends on who was drawn."""
+        task, training = self.task, self.training
+        line: dict[str, Any] = {
+            "step": training.step,
+            "epoch": training.epoch,
+            "epsilon": self._spent(),
+            "delta": task.budget.delta,
+        }
+        if task.test is not None:
+            accuracy, loss = accuracy_and_loss(task, training.model)
+            line |= {task.metric("loss"): loss, task.metric("accuracy"): accuracy}
+        if self._unprivate is not None:
+            line |= self._unprivate.means()
+        strict: dict[str, Any] = plain(line)
+        return strict
+
+    def _spent(self) -> float:
+        began, delta = time.monotonic(), self.task.budget.delta
+        if self.lines is None:  # a certificate is about to ask the same
+            self._epsilon = self._ledger.epsilon(delta)
+        else:
+            self._epsilon = _epsilon(self._ledger.events, delta, self.task.accountant)
+        now = time.monotonic()
+        self._old_at = now + (now - began) / _SHARE_OF_TIME
+        return self._epsilon
+
+    def _watched(self, watch: Callable[[Progress], None] | None) -> None:
+        if watch is not None:
+            if time.monotonic() > self._old_at:
+                self._spent()
+            watch(Progress(**self._progress()))
+
+    def _progress(self) -> dict[str, Any]:
+        training = self.training
+        return {
+            "step": training.step,
+            "steps": training.steps,
+            "epoch": training.epoch,
+            "epochs": self.task.epochs,
+            "epsilon": self._epsilon,
+            "metrics": self._line,
+        }
+
+    def _result(self, status: Status) -> Result:
+        self._spent()
+        about: dict[str, Any] = {"folder": self.folder.path, "delta": self.task.budget.delta}
+        return Result(status=status, **about, **self._progress())
+
+
+class _Unprivate:
+    """Means over the private batches of an epoch: not private, and named so."""
+
+    def __init__(self) -> None:
+        self._loss = self._right = 0.0
+        self._samples = 0
+
+    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        self._loss += float(loss.detach()) * len(labels)
+        self._right += float((outputs.detach().argmax(1) == labels).sum())
+        self._samples += len(labels)
+
+    def means(self) -> dict[str, float]:
+        loss, right, samples = self._loss, self._right, max(self._samples, 1)
+        self._loss, self._right, self._samples = 0.0, 0.0, 0
+        return {
+            "unprivate_train_loss": loss / samples,
+            "unprivate_train_accuracy": right / samples,
+        }
+
+
+def _scalars(folder: Path) -> Any:
+    """A writer for TensorBoard."""
+    if find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(
+            "output.tensorboard needs the package tensorboard: pip install "
+            "'dpspan[tensorboard]', or set it to false."
+        )
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+# Runs of other seeds pass through the same values of ε, and PLD takes a while for each.
+@functools.lru_cache(maxsize=1024)
+def _epsilon(events: Spent, delta: float, accountant: str) -> float:
+    return account(events, delta, accountant).epsilon
