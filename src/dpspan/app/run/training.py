@@ -23,6 +23,7 @@ from dpspan.app.run.task import Contender, FixedNoise, Task
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import move
+from dpspan.support.device_facts import Health
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.left_as_found import left_as_found
 
@@ -105,7 +106,8 @@ class Training:
         Released weights alone decide whether training has diverged: an error might tell something
         of private records.
         """
-        self.status = "diverged" if _exploded(self.model) else None
+        health = Health()
+        self.status = None if float(_largest(self.model)) < _HUGE else "diverged"
         while self.step < self.steps and self.status is None:
             for inputs, labels in self.loader:
                 try:
@@ -117,13 +119,14 @@ class Training:
                 if self._handed_over == self.step:  # a piece of a batch
                     continue
                 self.step = self._handed_over
-                if _exploded(self.model):
+                known = health.known(_largest(self.model)[None])  # on a GPU a step late: no waiting
+                if known is not None and not known[0] < _HUGE:
                     self.status = "diverged"
                     break
                 if self.loader.position < len(self.loader):
                     yield False
-            if self.step == self.steps:
-                self.status = self.status or "finished"
+            if self.step == self.steps and self.status is None:
+                self.status = "finished" if float(_largest(self.model)) < _HUGE else "diverged"
             yield True
         self.status = self.status or "finished"
 
@@ -191,12 +194,10 @@ def in_batches(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=batch_size)
 
 
-def _exploded(model: nn.Module) -> bool:
-    """Whether the released weights are beyond use; they may be looked at."""
+def _largest(model: nn.Module) -> Tensor:
+    """Of the released weights, which may be looked at; NaN is not below anything."""
     trained = [p.detach() for p in model.parameters() if p.requires_grad and p.numel()]
-    # One answer for all of them: each would wait for a GPU on its own. NaN is not below anything.
-    largest = torch.stack([weight.abs().amax().float() for weight in trained]).amax()
-    return not bool(largest < _HUGE)
+    return torch.stack([weight.abs().amax().float() for weight in trained]).amax()
 
 
 # Runs of other seeds need the same noise.
