@@ -32,7 +32,7 @@ whole weights are never computed.
 
 
 def page(docs: Path, results: Path = RESULTS) -> str:
-    """Tables of methods, of growth, and GSD; what has not been measured is not there."""
+    """Tables of methods, of growth, of bounds, and GSD; what has not been measured is not there."""
     parts = [HEAD]
     for name in ("methods-cpu", "methods-cuda", "recurrent-cpu", "recurrent-cuda"):
         path = results / f"{name}.json"
@@ -49,10 +49,41 @@ def page(docs: Path, results: Path = RESULTS) -> str:
             parts.append(growth_table(found))
             growth.plot(found, docs / f"growth-{device}.png")
             parts.append(f"![growth of a step](growth-{device}.png)\n")
+    bounds = sorted(results.glob("bounds-*.json"))
+    parts += [bounds_table(json.loads(path.read_text())) for path in bounds]
     timed = [gsd_line(json.loads(path.read_text())) for path in sorted(results.glob("gsd-*.json"))]
     if timed:
         parts.append(f"**GSD**: {'; '.join(timed)}.\n")
     return "\n".join(parts) if len(parts) > 1 else ""
+
+
+def bounds_table(results: dict[str, Any]) -> str:
+    """How much longer certified norms are than exact ones, and what rounding costs GEP."""
+    rows = results["rows"]
+    cells = {(r["model"], r["method"], r["precision"]): r for r in rows if r["method"] != "GEP"}
+    precisions = list(dict.fromkeys(precision for _, _, precision in cells))
+    lines = [
+        f"**How tight the bounds are** ({results['environment']['gpu'] or 'CPU'}; "
+        "`python -m benchmarks.bounds`): the largest ratio of a sample's certified norm and its "
+        "exact one, in float64 from the same factors. PDP-SGD and mirror descent have DP-SGD's.\n",
+        _line(["", *precisions]),
+        _line(["---"] * (len(precisions) + 1)),
+    ]
+    for model, method in dict.fromkeys((model, method) for model, method, _ in cells):
+        found = [f"{cells[model, method, p]['largest']:.5f}" for p in precisions]
+        lines.append(_line([f"{MODELS.get(model, model)}: {method}", *found]))
+    lines += [
+        "\nGEP on ResNet-20, k = 1,000 directions of m = 2,000 public gradients, during a run: the "
+        "residual's bound, the error of the summed residual, and the share of fresh private "
+        "gradients that the directions capture, beside the exact ones'.\n",
+        _line(["step", "", "bound / norm", "error of the sum", "directions", "energy", "exact"]),
+        _line(["---"] * 7),
+    ]
+    for r in (r for r in rows if r["method"] == "GEP"):
+        found = [f"{r['largest']:.5f}", f"{100 * r['sum_error']:.3f} %", str(r["directions"])]
+        energies = [f"{r['energy']:.4f}", f"{r['best_energy']:.4f}"]
+        lines.append(_line([f"{r['step']:,}", r["precision"], *found, *energies]))
+    return "\n".join([*lines, ""])
 
 
 def methods_table(results: dict[str, Any]) -> str:

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.text_models import TransformerEncoder, minilm_classifier
+from benchmarks.text_models import TransformerEncoder
 from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
+from dpspan.model.text import minilm_classifier
 
 SEED = 0
 VOCABULARY = 10_000

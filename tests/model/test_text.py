@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.text_models import minilm_classifier, minilm_folder, minilm_tokenizer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dpspan import GEP, PrivacyEngine
+from dpspan.model.text import minilm_classifier, minilm_folder, minilm_tokenizer
 from helpers.needs import extra
 
 SENTENCES = ["a moving film", "dull and far too long", "great fun", "not worth the ticket"]
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.text_models.find_spec", lambda name: None)
+    monkeypatch.setattr("dpspan.model.text.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'dpspan\[text\]'"):
         minilm_folder()
 

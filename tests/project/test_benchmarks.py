@@ -115,6 +115,15 @@ def test_the_table_of_growth() -> None:
     assert "| samples | 8 … 64 | GEP | 1.04 / 0.50 |" in text
 
 
+def test_the_table_of_bounds() -> None:
+    row = {"model": "cnn", "method": "DP-SGD", "step": 0, "median": 1.0, "largest": 1.001}
+    gep = {"sum_error": 0.002, "directions": 7, "energy": 0.9, "best_energy": 0.91}
+    rows = [{**row, "precision": "TF32"}, {**row, **gep, "method": "GEP", "precision": "TF32"}]
+    lines = page.bounds_table({"environment": {"gpu": "H200"}, "rows": rows}).splitlines()
+    assert "| CNN, 26 k: DP-SGD | 1.00100 |" in lines
+    assert "| 0 | TF32 | 1.00100 | 0.200 % | 7 | 0.9000 | 0.9100 |" in lines
+
+
 def test_nothing_measured_is_no_page(tmp_path: Path) -> None:
     assert page.page(tmp_path, tmp_path) == ""
 

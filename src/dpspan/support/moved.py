@@ -44,15 +44,10 @@ MOVED = {  # what the documentation of 0.1 named, and what its pickled estimator
     "dpspan.solvers": "dpspan.subspaces.solvers",
     "dpspan.span": "dpspan.subspaces.sources",
     "dpspan.subspace": "dpspan.subspaces.subspace",
+    "dpspan.text": "dpspan.model.text",
     "dpspan.trainable": "dpspan.model.trainable",
     "dpspan.transfer": "dpspan.public.warm_start",
     "dpspan.validation": "dpspan.model.validation",
-}
-
-# Of no use to the library itself.
-GONE = {
-    "dpspan.text": "benchmarks/text_models.py of the repository loads MiniLM, and "
-    "examples/finetune_text.py shows how to."
 }
 
 
@@ -63,8 +58,6 @@ class MovedModules(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for the paths in `MOVED`, and for what lay below them."""
-        if name in GONE:
-            raise ModuleNotFoundError(f"{name} is gone: {GONE[name]}", name=name)
         return ModuleSpec(name, self) if _new_path(name) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
