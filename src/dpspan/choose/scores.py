@@ -143,7 +143,7 @@ def _by_kind(batches: Iterable[Any]) -> dict[Any, Any]:
     alike: dict[Any, list[Any]] = {}
     for batch in batches:
         leaves, form = tree_flatten(batch)
-        kind = form, *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        kind = repr(form), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         alike.setdefault(kind, []).append(batch)
     return {kind: _joined(held) for kind, held in alike.items()}
 

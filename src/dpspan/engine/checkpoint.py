@@ -29,6 +29,12 @@ def save_file(path: str | Path | BinaryIO, content: dict[str, Any]) -> Path | No
     """
     tensors: dict[str, Tensor] = {}
     state = {name: _encode(name, value, tensors) for name, value in content.items()}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        if place in places:  # tied weights, or views of one tensor
+            tensors[name] = tensor.clone()
+        places.add(place)
     header = {_STATE: json.dumps(state, allow_nan=False)}
     if not isinstance(path, str | Path):
         path.write(safetensors.torch.save(tensors, metadata=header))
@@ -96,12 +102,8 @@ def _encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 def _store(path: str, value: Tensor, tensors: dict[str, Tensor]) -> str:
     if value.layout is not torch.strided:
         raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
-    tensor = value.detach().cpu().contiguous()
-    place = tensor.untyped_storage().data_ptr()
-    if any(place == other.untyped_storage().data_ptr() for other in tensors.values()):
-        tensor = tensor.clone()  # tied weights, or views of one tensor
     name = f"{len(tensors)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
-    tensors[name] = tensor
+    tensors[name] = value.detach().cpu().contiguous()
     return name
 
 

@@ -20,7 +20,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, check_parts, keep_apart, public_uses, warmed_up
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_noise, plan_run, plan_sampling
+from dpspan.engine.plan import Plan, plan_noise, plan_run, plan_sampling, without_retired_options
 from dpspan.engine.private_step import PrivateStep
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Mechanism, Method
@@ -347,13 +347,14 @@ class PrivacyEngine:
             raise ValueError(f"Expected an engine state with the keys {sorted(expected)}.")
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
-        mine, theirs = run.plan.describe(), state["run"]
-        different = [key for key in mine if theirs.get(key) != mine[key]]
+        mine, theirs = run.plan.describe(), without_retired_options(state["run"])
+        different = [key for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)]
         if different:
             raise ValueError(
                 "The state does not fit this run: "
                 + "; ".join(
-                    f"{key} is {theirs.get(key)!r} there, {mine[key]!r} here" for key in different
+                    f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
+                    for key in different
                 )
                 + ". Set the engine up as it was when the state was saved."
             )

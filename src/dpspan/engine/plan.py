@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,15 @@ class Plan:
         if self.budget is None:
             return "see plan.epsilon(epochs, delta)"
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
+
+
+_RETIRED = {"embedding_share": 0.5, "leftover": False, "clean_residual": False, "orthogonal": True}
+
+
+def without_retired_options(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A description by 0.1, as today's: options that are gone, unless they were made use of."""
+    renamed = {k: "RandomCarriers()" if v == "Chance()" else v for k, v in described.items()}
+    return {k: v for k, v in renamed.items() if k not in _RETIRED or v != _RETIRED[k]}
 
 
 def plan_sampling(

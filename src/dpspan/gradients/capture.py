@@ -120,6 +120,7 @@ class Capture:
         during the backward pass.
         """
         self._batch = _Batch(samples * views, views, discard, carriers or {})
+        self._watch_all()  # parameters may have been exchanged since
 
     def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
         """The per-sample gradients of the expected batch, times `scale`, which is then over."""
@@ -152,7 +153,7 @@ class Capture:
             else:
                 shapes[name] = parameter.shape
         samples = 0 if batch.discard else batch.rows // batch.views
-        known = next(self.model.parameters(), torch.empty(0))
+        known = next(iter(self.trained().values()), torch.empty(0))
         like = torch.empty(0, dtype=known.dtype, device=known.device)  # not sharded if that is
         return PerSampleGradients(shapes, batch.terms, samples, like=like, scale=scale)
 

@@ -65,7 +65,7 @@ class Guard:
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
         self._checked = True  # between batches: what the model sees then is public
-        look = Hook(self._look_at_batch, copied=_refuse_training(copy_of=capture))
+        look = Hook(self._look_at_batch, copied=_refuse_training(copy_of=self))
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
         self._hooks = [
             module.register_forward_pre_hook(look, with_kwargs=True, prepend=True),
@@ -348,7 +348,8 @@ class Guard:
         saved = {n: x for n, x in self._module.state_dict().items() if isinstance(x, Tensor)}
         tensors = {**saved, **self._tensors()}
         if constant:
-            trained = {n for n, p in self._module.named_parameters() if p.requires_grad}
+            every = self._module.named_parameters(remove_duplicate=False)  # tied: by each name
+            trained = {n for n, p in every if p.requires_grad}
             tensors = {n: x for n, x in tensors.items() if n not in trained}
         return {name: _fingerprint(x.detach().double()) for name, x in tensors.items()}
 
@@ -365,13 +366,13 @@ class _OfACopy(Hook):
         return self
 
 
-def _refuse_training(copy_of: Capture) -> _OfACopy:
+def _refuse_training(copy_of: Guard) -> _OfACopy:
     """A copy of the model must not be trained instead."""
     known = weakref.ref(copy_of)
 
     def look(module: nn.Module, *_: Any) -> None:
-        capture, trained = known(), any(p.requires_grad for p in module.parameters())
-        if capture is not None and capture.active and trained:
+        guard, trained = known(), any(p.requires_grad for p in module.parameters())
+        if guard is not None and guard._watching and trained:
             raise CaptureError(
                 "A copy of the private model was called, ready for training, while a private batch "
                 "is at hand: its gradients would have no clip and no noise. Train the model that "

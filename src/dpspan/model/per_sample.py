@@ -81,11 +81,14 @@ def per_sample_gradients(
 def recorded(capture: Capture, loss_fn: Callable[[], Tensor], samples: int) -> PerSampleGradients:
     """The gradients of one loss per sample, recorded by a capture of the model."""
     capture.expect(samples)
-    losses = loss_fn()
-    if losses.shape != (samples,):
-        raise ValueError(
-            f"Expected loss_fn to return one loss per sample, shape ({samples},), got "
-            f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
-        )
-    losses.sum().backward()
-    return capture.collect()
+    try:
+        losses = loss_fn()
+        if losses.shape != (samples,):
+            raise ValueError(
+                f"Expected loss_fn to return one loss per sample, shape ({samples},), got "
+                f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
+            )
+        losses.sum().backward()
+        return capture.collect()
+    finally:
+        capture.disarm()  # or what a run's own capture sees next would pass for this batch

@@ -30,8 +30,10 @@ def left_as_found(
     """
     modules = [(m, m.training, _attributes(m), dict(m._buffers)) for m in model.modules()]
     copies = {buffer: buffer.clone() for buffer in model.buffers()}  # what is shared stays shared
-    plain = [x for x in plain_tensors(model).values() if x not in copies]
-    contents = [(x, x.clone()) for x in plain if x.grad_fn is None and not x.is_inference()]
+    # Contents, too: something may write to a buffer through another reference to it.
+    tensors = {*copies, *plain_tensors(model).values()}
+    tensors = {x for x in tensors if x.grad_fn is None and not x.is_inference()}
+    contents = [(x, x.clone(), x._version) for x in tensors]
     try:
         for module, training, attributes, buffers in modules:
             own = [(name, x) for name, x in attributes.items() if isinstance(x, Tensor)]
@@ -50,9 +52,11 @@ def left_as_found(
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for tensor, content in contents:
-                if not torch.equal(tensor, content):  # else a graph may still hold it as it is
+            for tensor, content, version in contents:
+                if tensor._version != version:
                     tensor.copy_(content)
+                else:  # written past autograd, if at all: to look first would wait for a GPU
+                    tensor.data.copy_(content)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
