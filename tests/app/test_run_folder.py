@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpspan import DPSGD, Budget, Contender, Task, WarmStart, compare
+from dpspan.app.comparison.compare import _is_done
 from dpspan.app.report import render
 from dpspan.app.run import Progress, RunFolder, train
-from dpspan.app.run.folder import read_json, read_lines
+from dpspan.app.run.folder import is_comparison, read_json, read_lines
+from dpspan.app.run.training import in_batches
 from helpers.digits import config, settings, write_npz
 
 OLD = Path(__file__).parent / "folders-0.1"  # made by 0.1: see the tests that use them
@@ -136,3 +143,89 @@ def test_the_page_describes_every_file(place: Path) -> None:
     assert {path.name for path in vars(RunFolder("x")).values() if path.suffix} <= described
     keys = set(read_json(Path("compared/dp-sgd/seed-0/run.json")))
     assert all(f"`{key}`" in PAGE.read_text() for key in keys)
+
+
+# -- what a review has found ----------------------------------------------------------------------
+
+
+class Agreed(TensorDataset):
+    """Gives half of its records, in a form of its own."""
+
+    def __len__(self) -> int:
+        return len(self.tensors[0]) // 2
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x, 1 - y
+
+
+def test_a_dataset_of_ones_own_is_read_by_its_own_rules() -> None:
+    dataset = Agreed(*blobs(200, 0))
+    batches = list(in_batches(dataset, 50))
+    assert [len(x) for x, _ in batches] == [50, 50]
+    assert torch.equal(torch.cat([y for _, y in batches]), 1 - blobs(200, 0)[1][:100])
+
+
+GEP_OF_0_1 = {"method": "GEP", "rank": 3, "leftover": False, "embedding_share": 0.5}
+
+
+def test_options_that_are_gone_are_no_other_settings(tmp_path: Path) -> None:
+    folder, here = RunFolder(tmp_path), {"method": {"method": "GEP", "rank": 3}, "seed": 0}
+    folder.refuse_other_settings(here, {"method": GEP_OF_0_1, "seed": 0})
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        folder.refuse_other_settings(here, {"method": {**GEP_OF_0_1, "leftover": True}, "seed": 0})
+
+
+def test_a_run_of_train_inside_a_comparison_is_added_up(tmp_path: Path) -> None:
+    write_npz(tmp_path)
+    inside = tmp_path / "all" / "mine" / "seed-1"
+    train(config(tmp_path, budget=NOISY, output={"folder": str(inside)}))
+    assert not is_comparison(tmp_path / "all")
+    result = compare(task(), [PLAIN], seeds=[0], out=tmp_path / "all")
+    alone = compare(task(), [PLAIN], seeds=[0], out=tmp_path / "alone")
+    assert result.epsilon_together > alone.epsilon_together
+
+
+def test_steps_whose_ledger_was_lost_are_not_forgotten(tmp_path: Path) -> None:
+    compare(task(), [PLAIN], seeds=[0], out=tmp_path)
+    run = RunFolder(tmp_path / "dp-sgd" / "seed-0")
+    run.write_facts(**{**read_json(run.run), "status": None})
+    run.ledger.unlink()
+    other = dataclasses.replace(PLAIN, learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"ledger\.json is missing"):
+        _is_done(task(), other, 0, run)
+    assert run.checkpoint.exists()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from dpspan.app.run.jobs import workers
+
+def work(name):
+    Path(name).touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    with workers(2, None, "waiting", total=6) as run:
+        run(work, [(f"{sys.argv[1]}/{i}",) for i in range(6)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_call_takes_its_workers_along(tmp_path: Path, sent: signal.Signals) -> None:
+    script, done = tmp_path / "script.py", tmp_path / "done"
+    script.write_text(SCRIPT)
+    done.mkdir()
+    command = [sys.executable, str(script), str(done)]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(list(done.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if sent is signal.SIGINT:
+        os.killpg(process.pid, sent)  # as Ctrl-C does
+    else:
+        process.send_signal(sent)
+    process.communicate(timeout=20)  # ends when all who hold its stderr have
+    assert len(list(done.iterdir())) == 2

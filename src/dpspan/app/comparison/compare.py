@@ -173,6 +173,8 @@ def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> 
     if facts is None:
         return False
     here = _settings(task, contender, seed)
+    if not folder.finished:
+        folder.refuse_lost_ledger()  # or steps that were taken would be forgotten
     if folder.finished or _record(folder)["events"]:
         folder.refuse_other_settings(here, facts["settings"])
     elif facts["settings"] != here:  # nothing was released, so nothing is lost
@@ -239,12 +241,14 @@ def _together(accountant: str, out: Path) -> Ledger:
         paid_for.add(_known_as(chosen))
     for path in sorted((*out.glob("*/seed-*"), *out.glob("*/.seed-*"))):
         run = RunFolder(path)
-        if run.run.exists() and not run.finished:
+        lost = path.name.startswith(".") or not run.finished
+        if lost and not path.name.startswith("."):
+            run.refuse_lost_ledger()
             with run_folder.locked(path):  # or a worker that outlived its call will release more
                 pass
-        facts = run.facts or {"settings": {"paid": None}}  # somebody else's folder has none
-        _add(together, _record(run), facts["settings"]["paid"], paid_for)
-        if path.name.startswith(".") or (run.run.exists() and not run.finished):
+        facts, record = run.facts or {"settings": {}}, _record(run)
+        _add(together, record, facts["settings"].get("paid"), paid_for)
+        if lost and record["events"]:
             together.warn(
                 f"{path.parent.name}: a run was charged whose model is not here: the process "
                 "ended while it was being written"

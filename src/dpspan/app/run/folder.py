@@ -25,6 +25,7 @@ from torch import nn
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.engine.checkpoint import load_file
+from dpspan.engine.plan import without_retired_options
 from dpspan.support.files import replacing
 from dpspan.support.strict_json import plain
 
@@ -58,8 +59,10 @@ def locked(path: Path) -> Iterator[None]:
 
 def is_comparison(path: Path) -> bool:
     """Whether a comparison has begun there; a run of it may be half written."""
-    runs = (*path.glob("*/seed-*/run.json"), *path.glob("*/.seed-*"))
-    return bool(runs) or (path / "comparison.json").exists()
+    runs = [
+        run for run in path.glob("*/seed-*/run.json") if not run.with_name("config.yaml").exists()
+    ]
+    return bool(runs or list(path.glob("*/.seed-*"))) or (path / "comparison.json").exists()
 
 
 class RunFolder:
@@ -150,6 +153,9 @@ class RunFolder:
 
     def refuse_other_settings(self, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         """ValueError unless the run that is here has these settings."""
+        method = there.get("method")
+        if isinstance(method, Mapping):  # 0.1 wrote down options that are gone
+            there = {**there, "method": without_retired_options(method)}
         key = next((key for key in here if there.get(key) != here[key]), None)
         if key is not None:
             raise ValueError(

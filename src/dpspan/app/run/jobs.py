@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,8 +30,8 @@ def workers(
     with ExitStack() as stack:
         pool = None
         if check_count("jobs", jobs) > 1:
-            spawn, one_thread = multiprocessing.get_context("spawn"), torch.set_num_threads
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, spawn, one_thread, (1,)))
+            spawn = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(_ended_at_once(ProcessPoolExecutor(jobs, spawn, _begin)))
         progress = stack.enter_context(Progress(*columns, console=where, disable=where.quiet))
         bar = progress.add_task(title, total=total, completed=done)
 
@@ -41,3 +44,31 @@ def workers(
             return found
 
         yield run
+
+
+@contextmanager
+def _ended_at_once(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+    """An interrupted call takes its workers along: none may release what nobody waits for."""
+    with pool:
+        try:
+            yield pool
+        except BaseException:
+            workers = list(pool._processes.values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.terminate()  # a run may be ended at any time, and goes on later
+            raise
+
+
+def _begin() -> None:
+    """A worker has one thread, leaves Ctrl-C to its parent, and does not outlive it."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -23,6 +23,7 @@ from dpspan.app.run.task import Contender, FixedNoise, Task
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import move
+from dpspan.public.overlap import Encoded
 from dpspan.support.device_facts import Health
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.left_as_found import left_as_found
@@ -189,7 +190,8 @@ def _collate(batch: Any) -> Any:
 
 def in_batches(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
     """A loader over the samples."""
-    if isinstance(dataset, TensorDataset):
+    # A subclass of somebody else's may have another length, and give samples in another form.
+    if isinstance(dataset, TensorDataset) and type(dataset) in (TensorDataset, Encoded):
         return DataLoader(_Records(dataset), batch_size=batch_size, collate_fn=_collate)
     return DataLoader(dataset, batch_size=batch_size)
 
