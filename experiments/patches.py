@@ -11,7 +11,7 @@ from torch import nn
 from dpspan.app.config.models import AnyModel, PatchesSection
 from dpspan.app.section import Counts
 from dpspan.model.networks import MLP
-from dpspan.public.patches import PublicLayer
+from dpspan.public.patches import PatchFeatures
 from experiments.images import Images
 
 
@@ -37,7 +37,7 @@ def drawn(section: AnyModel, data: Any, seed: int) -> nn.Module:
 
 
 @torch.no_grad()
-def seen_by(layer: PublicLayer, images: Images) -> Images:
+def seen_by(layer: PatchFeatures, images: Images) -> Images:
     """What the layer makes of each image; images without any stay as they are."""
     parts = [layer(part) for part in images.x.split(512)]
     return Images(torch.cat(parts), images.y) if len(images) else images

@@ -8,7 +8,7 @@ from typing import Self
 
 import dpspan
 from dpspan.public.data import PublicData
-from dpspan.public.patches import PublicLayer
+from dpspan.public.patches import PatchFeatures
 from experiments.data import AnyData, Data
 from experiments.images import Images
 from experiments.patches import PatchesModel, seen_by
@@ -23,7 +23,7 @@ class Samples:
     data: Data
     private: Images
     before: PublicData | None  # for pre-training
-    layer: PublicLayer | None
+    layer: PatchFeatures | None
 
     @property
     def declared(self) -> list[tuple[PublicData, str]]:

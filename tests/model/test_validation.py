@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import weight_norm
 
 import dpspan
-from dpspan.model.isolation import NotComparable, probe
+from dpspan.model.isolation import NotComparable, Stage, probe, tensors_of
 from helpers.needs import extra
 from helpers.problems import PROBLEMS, make
 
@@ -265,9 +265,11 @@ class WithLoss(nn.Module):
 
 
 def run_probe(model: nn.Module, *args: Any) -> set[str] | None:
+    call, samples = (args, {}), len(args[0])
     with dpspan.Capture(model) as capture:
-        capture.expect(len(args[0]))
-        return probe(capture, (args, {}), len(args[0]))
+        capture.expect(samples)
+        paths = frozenset(path for path, x in tensors_of(call).items() if len(x) == samples)
+        return probe(Stage(model, call, samples, 1, paths, capture, True), thorough=True)
 
 
 MIXING = {

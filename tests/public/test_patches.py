@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import dpspan
-from dpspan.public import encoding, patches
+from dpspan.public import patches
 from dpspan.public.patches import PatchFeatures, PatchResponses, _centres, _directions
 
 
@@ -295,7 +295,7 @@ class TestFiles:
 class TestEncode:
     @pytest.fixture(autouse=True)
     def several_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(encoding, "_AT_ONCE", 10)
+        monkeypatch.setattr(patches, "_ENCODED_AT_ONCE", 10)
 
     def test_is_what_the_layer_makes_of_each_record(self, learnt: PatchFeatures) -> None:
         private = TensorDataset(images(23, seed=3), torch.arange(23))

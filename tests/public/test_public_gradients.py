@@ -457,7 +457,9 @@ class Wrapper(OwnLoss):
 
 def test_a_loss_is_needed() -> None:
     data = PublicData.of(inputs(4))
-    with pytest.raises(ValueError, match=r"GEP and PDPSGD need .*criterion=.*or public_loss="):
+    with pytest.raises(
+        ValueError, match=r"Expected a criterion or a loss .*criterion=.*or public_loss="
+    ):
         PublicGradientSource(
             model=mlp(),
             data=data,

@@ -521,7 +521,7 @@ class ByToken(nn.Module):
 
 
 def test_scores_by_token_need_a_loss() -> None:
-    with pytest.raises(ValueError, match=r"returns shape \(1, 4, 3\).* for 1 .*WarmStart\(loss="):
+    with pytest.raises(ValueError, match=r"returns shape \(8, 4, 3\).* for 8 .*WarmStart\(loss="):
         WarmStart(data=data()).run(ByToken(), CRITERION)
 
 

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
+from dpspan.model.per_sample import SampleCriterion, SampleLosses, check_one_each
 from dpspan.public.data import Array, move, read
-from dpspan.public.losses import SampleCriterion, SampleLosses, check_one_each
 from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.left_as_found import left_as_found
 

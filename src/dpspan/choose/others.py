@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from dpspan.choose.scores import Score
 from dpspan.choose.subspaces import Loss
+from dpspan.model.per_sample import SampleCriterion, call
 from dpspan.public.data import PublicData, move
 from dpspan.public.gradients import Piece, RandomLabels
-from dpspan.public.losses import SampleCriterion, call
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.errors import UnsupportedModule
 from dpspan.support.randomness import seeded

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from dpspan.choose.subspaces import PIECE, Loss, energies
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
-from dpspan.model.per_sample import per_sample_gradients
+from dpspan.model.per_sample import SampleCriterion, per_sample_gradients
 from dpspan.public.data import hold, move
-from dpspan.public.losses import SampleCriterion
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.randomness import FreshWorker, fresh_randomness, seeded
 

@@ -18,7 +18,7 @@ from dpspan.model.criterion import check_criterion
 from dpspan.model.validation import refuse_wrappers, validate
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
-from dpspan.public.patches import PublicLayer
+from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.processes import refuse_several_processes
 
@@ -82,7 +82,7 @@ def public_uses(
 ) -> list[PublicUse]:
     """Everything public behind a run: the method's data, and what frozen layers were made of."""
     by_method = f"{type(method).__name__}: public gradients"
-    layers = [part for part in module.modules() if isinstance(part, PublicLayer)]
+    layers = [part for part in module.modules() if isinstance(part, PatchFeatures)]
     return [
         *(PublicUse(data, by_method) for data in mechanism.public),
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),

@@ -136,14 +136,10 @@ class _Parts(Rehearsal):
                 restart()
                 later.append(self._run(order))
         first, second = kept
-        changed = [n for n, x in first.items() if not same(x, before.get(n))]
+        changed = {name for name, x in first.items() if not same(x, before.get(name))}
+        alike = {name for name in changed if same(first[name], second.get(name))}
         no_effect = later[0] is not None and same(later[0], later[1])
-        saved = {name for name, _ in self.model.named_buffers()}
-        return {
-            name
-            for name in changed
-            if (no_effect and name not in saved) or same(first[name], second.get(name))
-        }
+        return alike | (changed - dict(self.model.named_buffers()).keys() if no_effect else set())
 
     def _loss(self, chosen: Tensor, seed: int) -> Tensor | None:
         with left_as_found(self.model, seed):
@@ -163,12 +159,9 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 def _first(tensors: list[Tensor], entries: int, value: int) -> int | None:
     """The first entry that holds this value."""
-    for x in tensors:
-        if not x.is_floating_point() and len(x) == entries:
-            found = (x == value).flatten(1).any(1) if x.dim() > 1 else x == value
-            if bool(found.any()):
-                return int(found.int().argmax())
-    return None
+    labels = (x for x in tensors if not x.is_floating_point() and len(x) == entries)
+    found = ((x == value).unsqueeze(-1).flatten(1).any(1).nonzero() for x in labels)
+    return next((int(rows[0]) for rows in found if len(rows)), None)
 
 
 # -- a loss that the loop computes by itself -----------------------------------------------------

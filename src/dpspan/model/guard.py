@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dpspan.gradients.capture import Capture, Hook
 from dpspan.model import isolation
 from dpspan.model.criterion import CriterionCheck, mixes, reductions, state, tell_of_backward
-from dpspan.model.isolation import Call, Versions, differing, versions
+from dpspan.model.isolation import NotComparable, Stage, Versions, differing, versions
 from dpspan.model.validation import refuse_wrapped_call
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import fresh_seed
@@ -65,7 +65,7 @@ class Guard:
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
         self._checked = True  # between batches: what the model sees then is public
-        look = Hook(self._look_at_batch, copied=_refuse_training(copy_of=self))
+        look = Hook(self._look_at_batch, copied=_OfACopy(self))
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
         self._hooks = [
             module.register_forward_pre_hook(look, with_kwargs=True, prepend=True),
@@ -80,7 +80,6 @@ class Guard:
     # -- the life of a batch --------------------------------------------------------------------
 
     def expect(self, samples: int, *, new_epoch: bool) -> None:
-        """A batch of so many samples is about to be handed over."""
         self._check_weights()
         if new_epoch:
             self._check_use()
@@ -119,7 +118,6 @@ class Guard:
         return self._capture.active and not self._checked
 
     def stepped(self) -> None:
-        """The optimizer has moved the weights."""
         tensors = {name: x for name, (x, _) in self._before.versions.items()}
         weights = versions({n: x for n, x in tensors.items() if isinstance(x, nn.Parameter)})
         self._stepped = _Snapshot(weights, self._fingerprints() if self._due else None)
@@ -130,11 +128,8 @@ class Guard:
 
     def review(self) -> None:
         """Before anything is saved or certified: raise if private data may be in what is kept."""
-        changed: list[str] = []
-        if not self._over:
-            self._check_weights()
-            changed = self._written_past_autograd()
-        self._refuse(changed)
+        self._check_weights()
+        self._refuse([] if self._over else self._written_past_autograd())
 
     def warn_of_unknowns(self) -> None:
         """What could never be checked belongs on the certificate."""
@@ -154,7 +149,6 @@ class Guard:
             )
 
     def remove(self) -> None:
-        """Take the hooks off the model and the criterion: the run is over."""
         self._over, self._stepped = True, None
         for hook in self._hooks:
             hook.remove()
@@ -167,23 +161,26 @@ class Guard:
         samples, rows = self._samples, self._samples * self._views
         if self._probing or not self._watching or samples < 2:
             return
-        batch, others = isolation.call_paths((args, kwargs), rows)
+        call = args, kwargs
+        batch, others = isolation.call_paths(call, rows)
         if not batch:
             return
         self._shared |= others
-        inputs = [x for path, x in batch.items() if path not in self._shared]
-        for x in inputs:
+        inputs = {path: x for path, x in batch.items() if path not in self._shared}
+        for x in inputs.values():
             self._look_at_order(x)
         shapes = tuple(x.shape for x in batch.values())
         # Where something in the model is as long as the batch is large, it may be taken for one.
-        square = any(rows in x.shape[1:] for x in inputs) and shapes not in self._squares
+        square = any(rows in x.shape[1:] for x in inputs.values()) and shapes not in self._squares
         new = module.training not in self._probed_modes
         if new or square or self._due:
             self._capture.prepare(*args, **kwargs)  # not inside a rehearsal, which is undone
-            self._probe((args, kwargs), thorough=new)
+            paths, mean = frozenset(inputs), self._mean_loss
+            stage = Stage(module, call, samples, self._views, paths, self._capture, mean)
+            self._probe(stage, thorough=new)
             if square:
                 self._squares.add(shapes)
-        sizes = [x.shape[1:] for x in inputs]
+        sizes = [x.shape[1:] for x in inputs.values()]
         if self._shapes is not None and sizes != self._shapes:
             self._warn(
                 "the shape of the inputs varies from batch to batch: where it depends on the "
@@ -192,21 +189,13 @@ class Guard:
             )
         self._shapes = sizes
 
-    def _probe(self, call: Call, *, thorough: bool) -> None:
+    def _probe(self, stage: Stage, *, thorough: bool) -> None:
+        harmless: set[str] | None = set()
         self._probing = True
         try:
-            harmless = isolation.probe(
-                self._capture,
-                call,
-                self._samples,
-                views=self._views,
-                mean_loss=self._mean_loss,
-                thorough=thorough,
-                shared=self._shared,
-            )
-        except isolation.NotComparable as error:
+            harmless = isolation.probe(stage, thorough=thorough)
+        except NotComparable as error:
             self._warn(f"the model could not be checked to keep samples apart: {error}")
-            harmless = set()
         finally:
             self._probing = False
         if harmless is not None:
@@ -246,7 +235,6 @@ class Guard:
         self._loss_known |= found == {declared}
 
     def _look_at_criterion(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Call it again on parts of the batch."""
         tensors = isolation.tensors_of((args, kwargs)).values()
         if not tensors or not torch.is_grad_enabled():
             return
@@ -284,9 +272,8 @@ class Guard:
             return
         weights = self._stepped.versions
         changed = [name for name in self._changed_since(self._stepped) if name in weights]
-        self._stepped = _Snapshot(weights)
+        self._stepped = _Snapshot({n: x for n, x in self._versions().items() if n in weights})
         if changed:
-            self._stepped = _Snapshot({n: x for n, x in self._versions().items() if n in weights})
             self._warn(
                 f"weights were changed between private steps, other than by the optimizer "
                 f"('{changed[0]}' first): the guarantee covers what was put there only if it is "
@@ -320,12 +307,11 @@ class Guard:
 
     def _refuse(self, changed: list[str]) -> None:
         if changed and self._refused is None:
-            name = changed[0]
-            part = "criterion" if name.startswith("criterion.") else "model"
+            part = "criterion" if changed[0].startswith("criterion.") else "model"
             self._refused = (
-                f"'{name}' was changed by the private batch: it would carry private data out of "
-                "training without noise. Turn the running statistics of its module off, or replace "
-                f"the module, and build the {part} anew."
+                f"'{changed[0]}' was changed by the private batch: it would carry private data out "
+                "of training without noise. Turn the running statistics of its module off, or "
+                f"replace the module, and build the {part} anew."
             )
         if self._refused is not None:
             raise CaptureError(self._refused)
@@ -351,27 +337,23 @@ class Guard:
             every = self._module.named_parameters(remove_duplicate=False)  # tied: by each name
             trained = {n for n, p in every if p.requires_grad}
             tensors = {n: x for n, x in tensors.items() if n not in trained}
-        return {name: _fingerprint(x.detach().double()) for name, x in tensors.items()}
-
-
-def _fingerprint(x: Tensor) -> list[float]:
-    numbers: list[float] = torch.stack([x.sum(), x.square().sum()]).nan_to_num().tolist()
-    return numbers
+        exact = ((name, x.detach().double()) for name, x in tensors.items())
+        moments = {name: torch.stack([x.sum(), x.square().sum()]) for name, x in exact}
+        return {name: numbers.nan_to_num().tolist() for name, numbers in moments.items()}
 
 
 class _OfACopy(Hook):
-    """What stays of the guard in a copy of the model, and in copies of that."""
+    """What stays of the guard in a copy of the model, and in copies of that: no training."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__(self._look)
+        self._guard = weakref.ref(guard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-
-def _refuse_training(copy_of: Guard) -> _OfACopy:
-    """A copy of the model must not be trained instead."""
-    known = weakref.ref(copy_of)
-
-    def look(module: nn.Module, *_: Any) -> None:
-        guard, trained = known(), any(p.requires_grad for p in module.parameters())
+    def _look(self, module: nn.Module, *_: Any) -> None:
+        guard, trained = self._guard(), any(p.requires_grad for p in module.parameters())
         if guard is not None and guard._watching and trained:
             raise CaptureError(
                 "A copy of the private model was called, ready for training, while a private batch "
@@ -379,8 +361,6 @@ def _refuse_training(copy_of: Guard) -> _OfACopy:
                 "make_private returned; call copies under torch.no_grad(), or freeze them with "
                 "requires_grad_(False)."
             )
-
-    return _OfACopy(look)
 
 
 def order_of_views(given: Tensor, rows: Tensor, views: int) -> str | None:

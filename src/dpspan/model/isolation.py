@@ -6,7 +6,7 @@ and again in another, under the same random numbers: their per-sample gradients 
 What is compared never leaves this module except as an error or a warning to the operator.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -64,7 +64,6 @@ class Rehearsal:
 
     @property
     def everybody(self) -> Tensor:
-        """All samples, in their places."""
         return torch.arange(self.samples, device="cpu")
 
     def of(self, company: Tensor) -> Call:
@@ -109,7 +108,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class _Stage(Rehearsal):
+class Stage(Rehearsal):
     """A batch and the model, whose per-sample gradients are compared."""
 
     capture: Capture
@@ -131,8 +130,7 @@ class _Stage(Rehearsal):
         """Whether the model draws random numbers."""
         with left_as_found(self.model, fresh_seed()), torch.no_grad():
             before = RandomState.now()
-            args, kwargs = self.of(self.everybody)  # it may work in place on them
-            self.model(*args, **kwargs)
+            self._called(self.of(self.everybody))
             return before != RandomState.now()
 
     def norms(
@@ -174,11 +172,11 @@ class _Stage(Rehearsal):
     def culprit(self, kept: Tensor, first: Tensor, second: Tensor, seed: int) -> str:
         """The first module whose output for the kept samples changes with the others, by name."""
         rows = kept.repeat_interleave(self.views)
-        outputs = (self._outputs(self.of(company), seed) for company in (first, second))
-        for (path, module, x), (_, _, y) in zip(*outputs, strict=False):
+        one, other = (self._outputs(self.of(company), seed) for company in (first, second))
+        for (name, x), (_, y) in zip(one, other, strict=False):
             alike = x.shape == y.shape and len(x) == len(rows)
-            if path and alike and differ(x[rows].flatten(1), y[rows].flatten(1)):
-                return f"'{path}' ({type(module).__name__})"
+            if alike and differ(x[rows].flatten(1), y[rows].flatten(1)):
+                return name
         return type(self.model).__name__
 
     def remembers(self, seed: int) -> str:
@@ -196,13 +194,9 @@ class _Stage(Rehearsal):
         of every output, weighed by random numbers. A loss that the model returns counts as it is.
         """
         with self.capture.rehearsal(), torch.enable_grad():
-            args, kwargs = call
-            outputs = tree_leaves(self.model(*args, **kwargs))
             generator = torch.Generator("cpu").manual_seed(0)
             terms = []
-            for x in outputs:
-                if not isinstance(x, Tensor) or not x.requires_grad:
-                    continue
+            for x in (x for x in self._called(call) if x.requires_grad):
                 if x.dim() == 0:
                     terms.append(self.rows * x if self.mean_loss else x)
                 elif len(x) == self.rows:
@@ -213,52 +207,41 @@ class _Stage(Rehearsal):
             torch.stack([term.double() for term in terms]).sum().backward()
             return parameter_norms(self.capture.gradients())
 
+    def _called(self, call: Call) -> list[Tensor]:
+        args, kwargs = call
+        return [x for x in tree_leaves(self.model(*args, **kwargs)) if isinstance(x, Tensor)]
+
     def _loss(self, company: Tensor) -> Tensor | None:
-        args, kwargs = self.of(company)
-        outputs = (x for x in tree_leaves(self.model(*args, **kwargs)) if isinstance(x, Tensor))
-        return next((x for x in outputs if not x.dim()), None)
+        return next((x for x in self._called(self.of(company)) if not x.dim()), None)
 
     def _buffers_after(self, call: Call) -> dict[str, Tensor]:
         with left_as_found(self.model, 0):
             self._run(call)
             return {name: b.clone() for name, b in self.model.named_buffers()}
 
-    def _outputs(self, call: Call, seed: int) -> list[tuple[str, nn.Module, Tensor]]:
-        """Every module's output tensors, in the order in which they came."""
-        seen: list[tuple[str, nn.Module, Tensor]] = []
-        paths = {module: path for path, module in self.model.named_modules()}
+    def _outputs(self, call: Call, seed: int) -> list[tuple[str, Tensor]]:
+        """The output tensors of every module inside the model, in the order in which they came."""
+        seen: list[tuple[str, Tensor]] = []
+        inside = {m: f"'{path}' ({type(m).__name__})" for path, m in self.model.named_modules()}
+        del inside[self.model]
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim())
-            seen.extend((paths.get(module, ""), module, t.detach().clone()) for t in tensors)
+            tensors = tensors_of(output).values() if module in inside else ()
+            seen.extend((inside[module], t.detach().clone()) for t in tensors)
 
         with register_module_forward_hook(note), left_as_found(self.model, seed), torch.no_grad():
-            args, kwargs = call
-            self.model(*args, **kwargs)
+            self._called(call)
         return seen
 
 
-def probe(
-    capture: Capture,
-    call: Call,
-    samples: int,
-    *,
-    views: int = 1,
-    mean_loss: bool = True,
-    thorough: bool = True,
-    shared: Collection[str] = (),
-) -> set[str] | None:
+def probe(stage: Stage, *, thorough: bool) -> set[str] | None:
     """Raise `UnsupportedModule` if a sample's gradient depends on other samples.
 
-    Each sample is `views` rows of the input. Inputs at the paths `shared` are all samples' own.
     `thorough` is for a model seen for the first time. `NotComparable` if nothing could be said.
 
     Returns the names of buffers that the model changes, but in the same way whatever the samples
     are (a step counter, a cache of positions); None if no gradient of this batch is finite.
     """
-    batch, _ = call_paths(call, samples * views)
-    paths = frozenset(batch.keys() - set(shared))
-    stage = _Stage(capture.model, call, samples, views, paths, capture, mean_loss)
     rounds = (_FIRST if thorough else _LATER) + stage.draws()
     done, decided, start = 0, False, 0 if thorough else fresh_seed()
     while done < rounds or (not decided and done < _MOST):
@@ -273,7 +256,7 @@ def probe(
     return stage.harmless()
 
 
-def _compare_companies(stage: _Stage, *, wide: bool) -> bool:
+def _compare_companies(stage: Stage, *, wide: bool) -> bool:
     """Compare kept samples in two companies; whether the comparison could decide anything."""
     seed = fresh_seed()
     kept, first, second = companies(stage.samples, wide)
@@ -326,7 +309,7 @@ def neighbours(samples: int) -> tuple[Tensor, Tensor, Tensor]:
     return kept, position, torch.where(before < 0, before[before >= 0][0], before)
 
 
-def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
+def _shared_by_all(stage: Stage, square: set[str]) -> bool:
     """Whether a square input is the same to all samples: then they may change places under it.
 
     Without dropout, which comes with the place.
@@ -338,7 +321,7 @@ def _shared_by_all(stage: _Stage, square: set[str]) -> bool:
     return not differ(norms.roll(1, 0), moved) and differ(norms, norms.roll(1, 0))
 
 
-def _check_memory(stage: _Stage) -> None:
+def _check_memory(stage: Stage) -> None:
     """Refuse a model in which something of a batch, kept in an attribute, reaches later ones."""
     _, _, few = neighbours(stage.samples)
     everybody, seed = stage.everybody, fresh_seed()

@@ -48,6 +48,16 @@ def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(4, channels, affine=False)
 
 
+class _ResNet(nn.Sequential):
+    """Named parts in their order; convolutions begin as He et al. have them."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__(OrderedDict(parts))
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 class _ResidualBlock(nn.Module):
     """Two 3 × 3 convolutions; where the shape changes, the shortcut is strided and zero-padded."""
 
@@ -69,12 +79,12 @@ class _ResidualBlock(nn.Module):
         return relu(self.norm2(self.conv2(x)) + shortcut)
 
 
-class ResNet20(nn.Sequential):
+class ResNet20(_ResNet):
     """The ResNet-20 of GEP: norms and shortcuts without parameters, 268,346 parameters."""
 
     def __init__(self, classes: int = 10) -> None:
         widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-        parts = OrderedDict[str, nn.Module](
+        super().__init__(
             conv=nn.Conv2d(3, 16, 3, padding=1, bias=False),
             norm=_norm(16),
             relu=nn.ReLU(),
@@ -83,8 +93,6 @@ class ResNet20(nn.Sequential):
             flatten=nn.Flatten(),
             head=nn.Linear(64, classes),
         )
-        super().__init__(parts)
-        _initialise(self)
 
 
 class _WideBlock(nn.Module):
@@ -106,7 +114,7 @@ class _WideBlock(nn.Module):
         return result
 
 
-class WideResNet(nn.Sequential):
+class WideResNet(_ResNet):
     """Zagoruyko and Komodakis' WRN with group norms; WRN-28-4 by default, 5.8 M parameters."""
 
     def __init__(
@@ -120,7 +128,7 @@ class WideResNet(nn.Sequential):
             for before, width in pairwise(widths)
             for first in firsts
         ]
-        parts = OrderedDict[str, nn.Module](
+        super().__init__(
             conv=nn.Conv2d(3, widths[0], 3, padding=1, bias=False),
             blocks=nn.Sequential(*(_WideBlock(*shape, groups) for shape in shapes)),
             norm=nn.GroupNorm(groups, widths[-1]),
@@ -129,11 +137,3 @@ class WideResNet(nn.Sequential):
             flatten=nn.Flatten(),
             head=nn.Linear(widths[-1], classes),
         )
-        super().__init__(parts)
-        _initialise(self)
-
-
-def _initialise(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

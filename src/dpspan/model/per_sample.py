@@ -1,17 +1,23 @@
-"""The expert's door: per-sample gradients of any loss, without an engine."""
+"""One loss per sample, rather than their sum or mean; and its gradients, without an engine."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model import isolation
-from dpspan.model.isolation import differ, parameter_norms
-from dpspan.support.errors import UnsupportedModule
+from dpspan.model.isolation import Rehearsal, differ, parameter_norms
+from dpspan.support.errors import DPSpanError, UnsupportedModule
 from dpspan.support.left_as_found import left_as_found
 from dpspan.support.randomness import RandomState
+
+SampleLosses = Callable[..., Tensor]  # loss(model, inputs, labels): one loss per sample
 
 
 def per_sample_gradients(
@@ -59,7 +65,7 @@ def per_sample_gradients(
         with left_as_found(model, start):
             return parameter_norms(gradients(*batch))
 
-    rehearsal = isolation.Rehearsal(model, (batch, {}), samples, 1, frozenset(tensors))
+    rehearsal = Rehearsal(model, (batch, {}), samples, 1, frozenset(tensors))
     ways = isolation.companies(samples, wide=True), isolation.neighbours(samples)
     for kept, _, company in ways:
         elsewhere, _ = rehearsal.of(company)
@@ -82,13 +88,98 @@ def recorded(capture: Capture, loss_fn: Callable[[], Tensor], samples: int) -> P
     """The gradients of one loss per sample, recorded by a capture of the model."""
     capture.expect(samples)
     try:
-        losses = loss_fn()
-        if losses.shape != (samples,):
-            raise ValueError(
-                f"Expected loss_fn to return one loss per sample, shape ({samples},), got "
-                f"{tuple(losses.shape)}. Use reduction='none' and average over what is left."
-            )
-        losses.sum().backward()
+        check_one_each(loss_fn(), samples, of="loss_fn").sum().backward()
         return capture.collect()
     finally:
         capture.disarm()  # or what a run's own capture sees next would pass for this batch
+
+
+def check_one_each(losses: Any, samples: int, *, of: str = "loss") -> Tensor:
+    """The losses that a function returned, if they are one per sample."""
+    if not isinstance(losses, Tensor) or losses.shape != (samples,):
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"Expected {of} to return one loss per sample, shape ({samples},), got {got}. Use "
+            "reduction='none' and average over what is left."
+        )
+    return losses
+
+
+class SampleCriterion:
+    """One loss per sample by a copy of the criterion.
+
+    `instead` names the argument that takes a function where the criterion does not serve.
+    """
+
+    def __init__(self, criterion: nn.Module, *, instead: str) -> None:
+        self.name, self._instead = type(criterion).__name__, instead
+        if not hasattr(criterion, "reduction"):
+            raise ValueError(
+                f"{self.name} has no `reduction`, so it cannot be asked for one loss per sample: "
+                f"pass {instead}, a function that returns them."
+            )
+        # The user's own keeps its reduction, and its hooks: the engine watches private batches.
+        unreduced: Any = copy.deepcopy(criterion)
+        unreduced.reduction = "none"
+        self._criterion: nn.Module = unreduced
+
+    def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        """The model's loss for each sample."""
+        return self.losses(self.outputs(call(model, inputs), len(tree_leaves(labels)[0])), labels)
+
+    def outputs(self, returned: Any, samples: int) -> Tensor:
+        """The scores in what a model returns; Hugging Face models have them as `logits`."""
+        scores = getattr(returned, "logits", returned)
+        by_token = scores is not returned and isinstance(scores, Tensor) and scores.dim() == 3
+        if by_token or not isinstance(scores, Tensor) or scores.shape[:1] != (samples,):
+            raise ValueError(
+                f"The model returns {shapes(scores)} for {samples} samples, and how that "
+                f"enters the loss is unknown: pass {self._instead}, a function that returns one "
+                "loss per sample."
+            )
+        return scores
+
+    def losses(self, outputs: Tensor, labels: Any) -> Tensor:
+        """The mean loss of each sample; ValueError if it is not that sample's alone."""
+        with explained(
+            f"{self.name} cannot compare the model's outputs, {shapes(outputs)}, with the labels, "
+            f"{shapes(labels)}; if they need some preparation, pass {self._instead}"
+        ):
+            # Not by calling the module: its copy has the hooks that it had itself.
+            entries: Tensor = self._criterion.to(outputs.device).forward(outputs, labels)
+        # Outputs (n, 1) against labels (n,) give n² entries: every sample with every label.
+        if entries.shape[:1] != outputs.shape[:1] or entries.numel() > outputs.numel():
+            raise ValueError(
+                f"{self.name} gives losses of shape {tuple(entries.shape)} for outputs of shape "
+                f"{tuple(outputs.shape)}, labels of {shapes(labels)} and reduction='none', not "
+                "one or more per sample. Give the labels the shape that it expects, or pass "
+                f"{self._instead}, a function that returns one loss per sample."
+            )
+        return entries.reshape(len(outputs), -1).mean(1)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model run on a batch; a mapping holds its arguments by name."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say what was tried when torch refuses it."""
+    try:
+        yield
+    except (DPSpanError, torch.OutOfMemoryError):
+        raise  # they say themselves what to do
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def shapes(tree: Any) -> str:
+    """Shapes and dtypes in words."""
+    if isinstance(tree, Mapping):
+        return ", ".join(f"{key}: {shapes(value)}" for key, value in tree.items())
+    if isinstance(tree, tuple | list):
+        return ", ".join(map(shapes, tree))
+    if isinstance(tree, Tensor):
+        return f"shape {tuple(tree.shape)} ({str(tree.dtype).removeprefix('torch.')})"
+    return type(tree).__name__

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from dpspan.support.errors import UnsupportedModule
 
 _logger = logging.getLogger(__name__)
 
+_OF_OPACUS = ("DPLSTM", "DPGRU", "DPRNN")  # its layers that have a counterpart in torch
 _FIX = "dpspan.fix(model) (in a configuration `fix: true` below `model`)"
 
 
@@ -52,7 +53,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
         yield "its parameters are complex: use real ones, two numbers for one"
     if isinstance(module, _BatchNorm):
         cure = f"{_FIX} puts GroupNorm in its place"
-        if _fixer(module) is None:
+        if _replacement(module) is None:
             cure = "its forward pass is not torch's, so put GroupNorm in its place yourself"
         yield (
             "in training it normalises each sample by the others in the batch, so no sample's "
@@ -60,7 +61,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
             f"it up: {cure}"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
-        also = "" if _fixer(module) is None else f", or use {_FIX}"
+        also = "" if _replacement(module) is None else f", or use {_FIX}"
         yield (
             "its running statistics are averages of private data without noise: build it with "
             f"track_running_stats=False{also}"
@@ -74,8 +75,11 @@ def _problems(module: nn.Module) -> Iterator[str]:
             )
     elif is_of_opacus(module):
         if trainable:
-            cure = "use torch's layer" if _fixer(module) is None else f"{_FIX} puts torch's layer"
-            yield f"it holds its parameters twice, as Opacus needs it: {cure} in its place"
+            cure = f"{_FIX} puts" if type(module).__name__ in _OF_OPACUS else "use"
+            yield (
+                "it holds its parameters twice, as Opacus needs it: "
+                f"{cure} torch's layer in its place"
+            )
     elif getattr(module, "batch_first", True) is False:
         yield "its batch is the second dimension: build it with batch_first=True"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -106,18 +110,18 @@ def fix(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     made: dict[nn.Module, nn.Module] = {}  # a module used in two places stays one module
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        replace = _fixer(module)
-        if replace is None:
+        new = made.get(module) or _replacement(module)
+        if new is None:
             continue
         if module not in made:
-            new = made[module] = replace(module).train(module.training)
+            made[module] = new.train(module.training)
             for name, p in module.named_parameters(recurse=False):
                 setattr(new, name, nn.Parameter(p.detach().clone(), p.requires_grad))
             _logger.info("fix: %s: %s becomes %s", path or "the model itself", module, new)
         if path == "":
-            return made[module]
+            return new
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, made[module])
+        setattr(model.get_submodule(parent), name, new)
     return model
 
 
@@ -126,41 +130,32 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in own)
 
 
-def _fixer(module: nn.Module) -> Callable[[Any], nn.Module] | None:
-    """What replaces a module; None where nothing does, or nothing needs to."""
+def _replacement(module: Any) -> Any:
+    """The module that takes its place; None where there is none, or none is needed."""
     if _is_lazy(module):
         return None
     if is_of_opacus(module):
-        return _fix_opacus if type(module).__name__ in ("DPLSTM", "DPGRU", "DPRNN") else None
+        if type(module).__name__ not in _OF_OPACUS:
+            return None
+        kind = getattr(nn, type(module).__name__.removeprefix("DP"))
+        names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+        options = {name: getattr(module, name) for name in names} | module.cell_params
+        return kind(module.input_size, module.hidden_size, **options)
     forward = getattr(module.forward, "__func__", None)
     if forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        return _fix_batch_norm
-    if forward is _InstanceNorm.forward and module.track_running_stats:
-        return _fix_instance_norm
-    return None
-
-
-def _fix_batch_norm(module: _BatchNorm) -> nn.Module:
-    channels, groups = module.num_features, 1
-    # On (n, channels) inputs a group must hold several channels, or it would normalise each number
-    # by itself. The same goes for images of one pixel, as global pooling leaves them: there a group
-    # of one channel gives a constant, and one of two a sign.
-    if not isinstance(module, nn.BatchNorm1d):
+        # On (n, channels) inputs a group must hold several channels, or it would normalise each
+        # number by itself. The same goes for images of one pixel, as global pooling leaves them:
+        # there a group of one channel gives a constant, and one of two a sign.
+        channels, flat = module.num_features, isinstance(module, nn.BatchNorm1d)
         fitting = (g for g in (2, 4, 8, 16, 32) if channels % g == 0 and 4 * g <= channels)
-        groups = max(fitting, default=1)
-    return nn.GroupNorm(groups, channels, module.eps, module.affine)
-
-
-def _fix_instance_norm(module: _InstanceNorm) -> nn.Module:
-    return type(module)(module.num_features, eps=module.eps, affine=module.affine)
-
-
-def _fix_opacus(module: Any) -> nn.Module:
-    kind = getattr(nn, type(module).__name__.removeprefix("DP"))
-    names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
-    options = {name: getattr(module, name) for name in names}
-    fixed: nn.Module = kind(module.input_size, module.hidden_size, **options, **module.cell_params)
-    return fixed
+        groups = 1 if flat else max(fitting, default=1)
+        return nn.GroupNorm(groups, channels, module.eps, module.affine)
+    if forward is _InstanceNorm.forward and module.track_running_stats:
+        fixed = copy.deepcopy(module)
+        fixed.track_running_stats = False
+        fixed.running_mean = fixed.running_var = fixed.num_batches_tracked = None
+        return fixed
+    return None
 
 
 def refuse_wrappers(model: nn.Module) -> None:

@@ -53,8 +53,10 @@ class RandomAffine:
                 "Expected images to augment, floats of shape (n, channels, height, width), got "
                 f"{shape}."
             )
-        angle, stretch, slant, right, down = self._draws(images)
-        flip = torch.ones_like(angle)
+        most = [math.radians(self.degrees), self.scale, self.shear, 2 * self.shift, 2 * self.shift]
+        uniform = 2 * torch.rand(5, len(images), device=images.device, dtype=images.dtype) - 1
+        angle, stretch, slant, right, down = uniform * images.new_tensor(most)[:, None]
+        stretch, flip = stretch + 1, torch.ones_like(angle)
         if self.mirror:
             flip = torch.where(torch.rand_like(angle) < 0.5, -flip, flip)
         cosine, sine = stretch * angle.cos(), stretch * angle.sin()
@@ -64,11 +66,3 @@ class RandomAffine:
         bottom = torch.stack([flip * sine * width / height, cosine, down], 1)
         grid = affine_grid(torch.stack([top, bottom], 1), list(images.shape), align_corners=False)
         return grid_sample(images, grid, padding_mode="reflection", align_corners=False)
-
-    def _draws(self, images: Tensor) -> Tensor:
-        """Angle, scale, shear and both shifts of each image, in the units of `affine_grid`."""
-        most = [math.radians(self.degrees), self.scale, self.shear, 2 * self.shift, 2 * self.shift]
-        uniform = 2 * torch.rand(5, len(images), device=images.device, dtype=images.dtype) - 1
-        drawn = uniform * torch.tensor(most, device=images.device, dtype=images.dtype)[:, None]
-        drawn[1] += 1
-        return drawn

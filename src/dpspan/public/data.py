@@ -111,7 +111,10 @@ class Samples:
         moved to `device`.
         """
         size = self.largest_piece if size is None else check_count("size", size)
-        indices = torch.arange(self.count) if chosen is None else self._checked(chosen)
+        indices = torch.arange(self.count) if chosen is None else chosen.cpu()
+        ordered = indices.dim() == 1 and bool((indices.diff() > 0).all())
+        inside = bool(((indices >= 0) & (indices < self.count)).all())
+        expect(ordered and inside, f"chosen to be sorted indices below {self.count}", chosen)
         first = 0
         for batch in self.batches:
             last = first + _samples(batch)
@@ -125,13 +128,6 @@ class Samples:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: it never changes, and models that hold it are copied often."""
         return self
-
-    def _checked(self, chosen: Tensor) -> Tensor:
-        chosen = chosen.cpu()
-        ordered = chosen.dim() == 1 and bool((chosen.diff() > 0).all())
-        inside = bool(((chosen >= 0) & (chosen < self.count)).all())
-        expect(ordered and inside, f"chosen to be sorted indices below {self.count}", chosen)
-        return chosen
 
 
 @dataclass(frozen=True)
@@ -205,17 +201,13 @@ def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
 
 @batches_of.register
 def _(source: DataLoader) -> Iterable[Any]:  # type: ignore[type-arg]
-    if source.batch_size is None or not _is_shuffle(source.sampler):
+    sampler: Any = source.sampler
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if source.batch_size is None or not shuffles or len(sampler) != len(sampler.data_source):
         return source
     kept = "batch_size collate_fn num_workers drop_last worker_init_fn multiprocessing_context"
     names = (*kept.split(), "generator")
     return DataLoader(source.dataset, **{name: getattr(source, name) for name in names})
-
-
-def _is_shuffle(sampler: Any) -> bool:
-    """Whether it gives every record once, in random order."""
-    random = isinstance(sampler, RandomSampler) and not sampler.replacement
-    return random and len(sampler) == len(sampler.data_source)
 
 
 def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int, Any]]:
@@ -310,14 +302,12 @@ def _samples(batch: Batch) -> int:
 
 def _joined(batches: list[Batch]) -> tuple[Batch, ...]:
     """Neighbours of the same shapes as one batch each. Always copies: what is held stays."""
-    return tuple(
-        tree_map(lambda *parts: torch.cat(parts), *run)
-        for run in (list(alike) for _, alike in groupby(batches, key=_layout))
-    )
 
+    def layout(batch: Batch) -> list[tuple[str, torch.dtype, torch.Size]]:
+        return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(batch)]
 
-def _layout(batch: Batch) -> list[tuple[str, torch.dtype, torch.Size]]:
-    return [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(batch)]
+    alike = (list(run) for _, run in groupby(batches, key=layout))
+    return tuple(tree_map(lambda *parts: torch.cat(parts), *run) for run in alike)
 
 
 def _check_finite(what: str, batches: Iterable[Batch]) -> None:

@@ -5,11 +5,11 @@ is random (labels, which samples, dropout) comes from public seeds: every proces
 run that was resumed, computes the same gradients.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,25 +18,26 @@ from torch.utils._pytree import tree_map_only
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.model.per_sample import recorded
-from dpspan.public.data import PublicData, Samples
-from dpspan.public.losses import (
+from dpspan.model.per_sample import (
     SampleCriterion,
     call,
-    check_classes,
     check_one_each,
     explained,
+    recorded,
     shapes,
 )
+from dpspan.public.data import PublicData, Samples
 from dpspan.support.checks import check_count, check_seed, expect, shown
 from dpspan.support.left_as_found import left_as_found
 
 # One public seed serves several purposes; each draws from a stream of its own.
 _LABELS, _SUBSET, _MODEL = range(3)
+# Criteria by the labels that they take.
+_CLASSES, _YES_OR_NO = (nn.CrossEntropyLoss, nn.NLLLoss), (nn.BCEWithLogitsLoss, nn.BCELoss)
+_REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
 def _stream(seed: int, refresh: int, purpose: int) -> np.random.Generator:
-    """The same numbers in every process, and in a run that was resumed."""
     return np.random.default_rng([seed, refresh, purpose])
 
 
@@ -53,6 +54,7 @@ class Piece(NamedTuple):
 
 
 LabelSource = Callable[[Piece, Tensor], Any]  # from a piece and the model's outputs for it
+PieceLosses = Callable[[nn.Module, Piece], Tensor]  # one per sample
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,8 @@ class RealLabels:
         >>> method = dpspan.GEP(public=public, rank=10, public_labels=dpspan.RealLabels())
     """
 
-    real: ClassVar[bool] = True  # whether they are the data's own
-
     def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
-        """The data's own labels, checked once the model's classes are known."""
-
-        @cache
-        def check(outputs: torch.Size) -> None:
-            check_classes(data, outputs, criterion)
+        check = cache(partial(_check_classes, data, criterion=criterion))
 
         def labels(piece: Piece, outputs: Tensor) -> Any:
             check(outputs.shape[1:])
@@ -98,8 +94,6 @@ class RandomLabels:
     redraw: bool = False
     seed: int = 0
 
-    real: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
@@ -108,23 +102,23 @@ class RandomLabels:
 
         ValueError if none are known for this criterion.
         """
-        draw = next((_DRAWS[kind] for kind in type(criterion).__mro__ if kind in _DRAWS), None)
-        if draw is None:
+        if not isinstance(criterion, (*_CLASSES, *_YES_OR_NO, *_REGRESSION)):
             raise ValueError(
                 f"No random labels are known for {type(criterion).__name__}: pass "
                 "public_labels='real' with labelled public data, or public_loss=, a function "
                 "(model, inputs) → one loss per sample."
             )
-        drawn: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}  # of one refresh
+
+        @lru_cache(maxsize=1)
+        def drawn(refresh: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            # For all samples, so that a sample's label does not depend on its piece.
+            generator = _stream(self.seed, refresh, _LABELS)
+            return _random_labels(criterion, generator, data.count, shape, dtype)
 
         def labels(piece: Piece, outputs: Tensor) -> Tensor:
-            form = piece.refresh if self.redraw else 0, outputs.shape[1:], outputs.dtype
-            if form not in drawn:
-                if any(refresh != form[0] for refresh, _, _ in drawn):
-                    drawn.clear()
-                # For all samples, so that a sample's label does not depend on its piece.
-                drawn[form] = draw(_stream(self.seed, form[0], _LABELS), data.count, outputs)
-            return drawn[form][piece.indices].to(outputs.device, non_blocking=True)
+            refresh = piece.refresh if self.redraw else 0
+            every = drawn(refresh, outputs.shape[1:], outputs.dtype)
+            return every[piece.indices].to(outputs.device, non_blocking=True)
 
         return labels
 
@@ -149,32 +143,46 @@ def labels_of(value: str | Labels) -> Labels:
     return value
 
 
-def _classes(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
-    shape = tuple(outputs.shape)
-    expect(len(shape) > 1, "the model to give class scores (samples, classes, …)", f"shape {shape}")
-    return torch.from_numpy(generator.integers(shape[1], size=(count, *shape[2:])))
+def _check_classes(data: Samples, outputs: Sequence[int], criterion: nn.Module) -> None:
+    """Class labels must be the model's classes: a GPU's own error would end the process.
+
+    `outputs` is the shape of the outputs for one sample.
+    """
+    if not isinstance(criterion, _CLASSES) or not outputs:  # no classes; the criterion says so
+        return
+    classes, ignored = outputs[0], getattr(criterion, "ignore_index", -100)
+    for indices, _, labels in data.pieces():
+        if not isinstance(labels, Tensor) or labels.is_floating_point():  # class probabilities
+            continue
+        wrong = ((labels < 0) | (labels >= classes)) & (labels != ignored)
+        if bool(wrong.any()):
+            sample = int(indices[wrong.nonzero()[0, 0]])
+            raise ValueError(
+                f"Expected public labels from 0 to {classes - 1}, the model's classes, got "
+                f"{int(labels[wrong][0])} at sample {sample} of '{data.name}': renumber them as "
+                "the private data has them, or leave out samples of other classes (GEP and PDPSGD "
+                "can do without labels, by public_labels='random')."
+            )
 
 
-def _coin_flips(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
-    flips = generator.integers(2, size=(count, *outputs.shape[1:]))
-    return torch.from_numpy(flips).to(outputs.dtype)
-
-
-def _standard_normal(generator: np.random.Generator, count: int, outputs: Tensor) -> Tensor:
-    values = generator.standard_normal((count, *outputs.shape[1:]))
-    return torch.from_numpy(values).to(outputs.dtype)
-
-
-_DRAWS: dict[type, Callable[[np.random.Generator, int, Tensor], Tensor]] = {
-    **dict.fromkeys([nn.CrossEntropyLoss, nn.NLLLoss], _classes),
-    **dict.fromkeys([nn.BCEWithLogitsLoss, nn.BCELoss], _coin_flips),
-    **dict.fromkeys([nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss], _standard_normal),
-}
+def _random_labels(
+    criterion: nn.Module,
+    generator: np.random.Generator,
+    count: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As the criterion takes them, for outputs of this shape and dtype."""
+    if isinstance(criterion, _CLASSES):
+        got = f"shape {(count, *shape)}"
+        expect(len(shape) > 0, "the model to give class scores (samples, classes, …)", got)
+        return torch.from_numpy(generator.integers(shape[0], size=(count, *shape[1:])))
+    if isinstance(criterion, _YES_OR_NO):
+        return torch.from_numpy(generator.integers(2, size=(count, *shape))).to(dtype)
+    return torch.from_numpy(generator.standard_normal((count, *shape))).to(dtype)
 
 
 # -- gradients ----------------------------------------------------------------------------------
-
-_Piece = tuple[Tensor, Any, Any | None]  # indices, inputs, labels
 
 
 def losses_by(
@@ -182,18 +190,23 @@ def losses_by(
     loss: Callable[..., Tensor] | None,
     labels: Labels,
     data: Samples,
-) -> Callable[[nn.Module, Piece], Tensor]:
-    """One loss per sample of the data: by the function if there is one, else by the criterion."""
+    *,
+    instead: str = "public_loss=",
+) -> PieceLosses:
+    """One loss per sample of the data: by the function if there is one, else by the criterion.
+
+    `instead` names the argument that takes the function.
+    """
     if loss is not None:
         return lambda model, piece: loss(
             model, piece.inputs, *(() if piece.labels is None else (piece.labels,))
         )
     if criterion is None:
         raise ValueError(
-            "GEP and PDPSGD need a loss for the public samples: pass criterion= to make_private, "
-            "or public_loss=, a function (model, inputs[, labels]) → one loss per sample."
+            "Expected a criterion or a loss for the public samples, got neither: pass criterion=, "
+            f"or {instead}, a function (model, inputs[, labels]) → one loss per sample."
         )
-    unreduced = SampleCriterion(criterion, instead="public_loss=")
+    unreduced = SampleCriterion(criterion, instead=instead)
     source = labels.source(criterion, data)
 
     def losses(model: nn.Module, piece: Piece) -> Tensor:
@@ -224,7 +237,7 @@ class PublicGradientSource:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.labels.real and not self.data.labelled:
+        if isinstance(self.labels, RealLabels) and not self.data.labelled:
             raise ValueError(
                 f"public_labels are real, but the public data '{self.data.name}' have no labels: "
                 "give (inputs, labels), or pass public_labels='random'."
@@ -235,16 +248,25 @@ class PublicGradientSource:
         if self.piece is not None:
             check_count("piece", self.piece)
         check_seed(self.seed)
-        self._on_device: tuple[torch.device, list[_Piece]] | None = None
+        on_device = partial(self.data.pieces, self.piece, None)
+        self._on_device = lru_cache(maxsize=1)(lambda device: list(on_device(device)))
 
     def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
         """The gradients for refresh number `refresh`; leaves the model as it was.
 
         Recorded by `capture` where the model has one already.
         """
-        with torch.enable_grad(), left_as_found(self.model, self._model_seed(refresh)):
-            pieces = (Piece(refresh, *piece) for piece in self._pieces(refresh))
-            return PerSampleGradients.concatenate([self._gradients(p, capture) for p in pieces])
+        with (
+            torch.enable_grad(),
+            left_as_found(self.model, self._model_seed(refresh)),
+            nullcontext(capture) if capture else Capture(self.model) as recording,
+        ):
+            return PerSampleGradients.concatenate(
+                [
+                    recorded(recording, partial(self._losses, self.model, p), len(p.indices))
+                    for p in self._pieces(refresh)
+                ]
+            )
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
@@ -253,23 +275,20 @@ class PublicGradientSource:
             losses = self._losses(self.model, Piece(0, *piece))
         check_one_each(losses, 1, of="public_loss")
 
-    def _pieces(self, refresh: int) -> Iterable[_Piece]:
+    def _pieces(self, refresh: int) -> Iterator[Piece]:
+        pieces: Iterator[Any]
         device = _device(self.model)
-        if not self.fixed:
+        if self.fixed:  # they go to the device once
+            # Handed over as copies: a model or a loss may work in place on what it gets.
+            pieces = (tree_map_only(Tensor, torch.clone, p) for p in self._on_device(device))
+        else:
             generator = _stream(self.seed, refresh, _SUBSET)
-            picked = generator.choice(self.data.count, self.count, replace=False)
-            return self.data.pieces(self.piece, torch.from_numpy(np.sort(picked)), device)
-        if self._on_device is None or self._on_device[0] != device:  # they go there once
-            self._on_device = device, list(self.data.pieces(self.piece, device=device))
-        # Handed over as copies: a model or a loss may work in place on what it gets.
-        return (tree_map_only(Tensor, torch.clone, piece) for piece in self._on_device[1])
+            picked = np.sort(generator.choice(self.data.count, self.count, replace=False))
+            pieces = self.data.pieces(self.piece, torch.from_numpy(picked), device)
+        return (Piece(refresh, *piece) for piece in pieces)
 
     def _model_seed(self, refresh: int) -> int:
         return int(_stream(self.seed, refresh, _MODEL).integers(2**63))
-
-    def _gradients(self, piece: Piece, capture: Capture | None) -> PerSampleGradients:
-        with nullcontext(capture) if capture else Capture(self.model) as recording:
-            return recorded(recording, lambda: self._losses(self.model, piece), len(piece.indices))
 
 
 def _device(model: nn.Module) -> torch.device:

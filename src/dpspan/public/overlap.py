@@ -93,7 +93,7 @@ def refuse_overlap(
 
 def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
     """ValueError if public samples have the fingerprints of private records."""
-    known = _public_fingerprints(public)
+    known = public_fingerprints(public)
     private_copies = set(known).intersection(private)
     copied = [index for index, fingerprint in enumerate(known) if fingerprint in private_copies]
     if copied:
@@ -124,12 +124,13 @@ def without_public(
     """
     if encodings(private):
         raise ValueError("Remove copies of public samples before the private data are encoded.")
-    known = set(_public_fingerprints(PublicData.of(public)))
+    known = set(public_fingerprints(PublicData.of(public)))
     found = enumerate(_private_fingerprints(private, collate_fn))
     return Subset(private, [index for index, fingerprint in found if fingerprint not in known])
 
 
-def _public_fingerprints(public: PublicData) -> Sequence[bytes]:
+def public_fingerprints(public: PublicData) -> Sequence[bytes]:
+    """Of the samples, or of what they were before a layer was applied to them."""
     if public.raw is not None:
         return public.raw
     return [each for _, inputs, _ in public.pieces(_COMPARED) for each in fingerprints(inputs)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,9 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, conv2d, normalize, unfold
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dpspan.public.augmentation import RandomAffine
-from dpspan.public.data import PublicData
+from dpspan.public.data import Collate, PublicData
+from dpspan.public.overlap import Encoded, fingerprints, public_fingerprints, refuse_copies
 from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.files import replacing
 from dpspan.support.progress import watched
@@ -34,44 +37,19 @@ _FLAT = 0.15  # of the pixels' deviation, added to a patch's (squares): flat pat
 _WHITENING = 0.1  # added to the variances of patches, which are about 1
 _CUT = 64  # images that are cut into patches at a time
 _CPU_RESPONSES, _GPU_RESPONSES = 2**24, 2**28  # numbers at a time: each filter has a whole image
-_AT_ONCE = 256  # images
+_AT_ONCE = 256  # images that are learnt from at a time
+_ENCODED_AT_ONCE = 512
 _COLUMNS = 4096  # of a Gram matrix's factor, multiplied at a time
 _FORMAT = "dpspan.PatchFeatures"
 _AUGMENT = RandomAffine(degrees=10, shift=0.1, scale=0.15, shear=0.1)  # of further views
 _SMALLEST = 0.1  # share of the mean deviation that is added to a feature's
 
 
-class PublicLayer(nn.Module):
-    """A frozen layer made from public data, which `make_private` keeps apart from private ones."""
-
-    def __init__(self, public: PublicData | None) -> None:
-        super().__init__()
-        self._public = public
-
-    @property
-    def public(self) -> PublicData:
-        """What it was learnt from; ValueError if it was loaded without."""
-        if self._public is None:
-            raise ValueError(
-                f"This {type(self).__name__} was loaded without its public data, from which "
-                "private records have to be kept apart: give them, load(path, public=…)."
-            )
-        return self._public
-
-    @property
-    def digest(self) -> str:
-        """sha256 of its numbers: a layer that differs in one bit has another one."""
-        found = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            found.update(f"{name};{tuple(tensor.shape)};".encode())
-            found.update(tensor.cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()
-
-
-class PatchFeatures(PublicLayer):
+class PatchFeatures(nn.Module):
     """(n, channels, height, width) to (n, directions) of length 1; made by `PatchFeatures.learn`.
 
-    It has no parameters. Put it before a linear layer, and train that one privately:
+    It has no parameters. Put it before a linear layer, and train that one privately;
+    `make_private` keeps the public images apart from private ones.
 
     Examples:
         >>> import torch
@@ -90,12 +68,30 @@ class PatchFeatures(PublicLayer):
         responses: PatchResponses,
         mean: Tensor,
         basis: Tensor,
-        *,
         settings: Mapping[str, Any],
     ) -> None:
-        super().__init__(public)
-        self.responses, self.settings = responses, dict(settings)  # those of `learn`
-        self.mean, self.basis = nn.Buffer(mean), nn.Buffer(basis)
+        super().__init__()
+        self._public, self.settings = public, dict(settings)  # those of `learn`
+        self.responses, self.mean, self.basis = responses, nn.Buffer(mean), nn.Buffer(basis)
+
+    @property
+    def public(self) -> PublicData:
+        """What it was learnt from; ValueError if it was loaded without."""
+        if self._public is None:
+            raise ValueError(
+                "This PatchFeatures was loaded without its public data, from which private records "
+                "have to be kept apart: give them, load(path, public=…)."
+            )
+        return self._public
+
+    @property
+    def digest(self) -> str:
+        """sha256 of its numbers: a layer that differs in one bit has another one."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            found.update(f"{name};{tuple(tensor.shape)};".encode())
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     @classmethod
     def learn(
@@ -135,22 +131,26 @@ class PatchFeatures(PublicLayer):
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
         """
-        grids = [check_count("grid", each) for each in _several(grid)]
+        sizes, grids = _counts("size", size), _counts("grid", grid)
         settings = {
             "filters": check_count("filters", filters),
-            "size": [check_count("size", each) for each in _several(size)],
+            "size": sizes,
             "grid": grids if isinstance(grid, Iterable) else grids[0],
-            "threshold": threshold,
+            "threshold": check_number("threshold", threshold),
             "mirror": mirror,
-            "power": power,
+            "power": check_number("power", power),
             "directions": check_count("directions", directions),
-            "whitening": whitening,
+            "whitening": check_number("whitening", whitening),
             "views": check_count("views", views),
             "seed": check_seed(seed),
         }
-        _check(settings)
+        expect(filters >= len(sizes), "filters of each size", filters)
+        expect(0 <= threshold < 100, "0 <= threshold < 100", threshold)
+        expect(0 < power <= 1, "0 < power <= 1", power)
+        expect(0 <= whitening <= 1, "0 <= whitening <= 1", whitening)
+        expect(isinstance(mirror, bool), "mirror to be True or False", mirror)
         data = PublicData.of(public)
-        images = _images(data, settings).to(device)
+        images = _images(data, sizes, max(grids)).to(device)
         responses = PatchResponses.learn(images, settings)
         pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
@@ -159,11 +159,10 @@ class PatchFeatures(PublicLayer):
             means = torch.cat(
                 [responses(_AUGMENT(x.cpu()).to(x.device) if view else x) for x, view in shown]
             )
-        found = _directions(means.pow_(power), directions, whitening)
-        return cls(data, responses, *found, settings=settings)
+        mean, basis = _directions(means.pow_(power), directions, whitening)
+        return cls(data, responses, mean, basis, settings)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, directions), each of length 1 (or 0)."""
         if images.requires_grad:
             raise ValueError(
                 "Expected images that nothing trainable has changed: PatchFeatures passes no "
@@ -189,9 +188,8 @@ class PatchFeatures(PublicLayer):
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {})[_FORMAT])
-                names = file.keys()
                 # Copied to where torch's own tensors begin: a product may round by that, too.
-                tensors = {name: file.get_tensor(name).clone() for name in names}
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         except (KeyError, SafetensorError) as error:
             raise ValueError(f"{path} holds no {cls.__name__}, or a damaged one.") from error
         data = None if public is None else PublicData.of(public)
@@ -202,12 +200,102 @@ class PatchFeatures(PublicLayer):
                 f"samples called '{learnt_from['name']}', got others (with or without labels "
                 "counts, too)."
             )
-        responses = PatchResponses.of(tensors, settings, prefix="responses.")
-        return cls(data, responses, tensors["mean"], tensors["basis"], settings=settings)
+        banks = [
+            _Bank(*(tensors[f"responses.banks.{index}.{name}"] for name in ("filters", "offset")))
+            for index in range(len(settings["size"]))
+        ]
+        responses = PatchResponses(banks, tensors["responses.flat"], settings)
+        return cls(data, responses, tensors["mean"], tensors["basis"], settings)
 
     def extra_repr(self) -> str:
-        """For the model's printout."""
         return f"power={self.settings['power']}, {self.basis.shape[1]} directions"
+
+
+def encode(
+    layer: PatchFeatures,
+    dataset: Dataset[Any],
+    *,
+    collate_fn: Collate = default_collate,
+    progress: bool = True,
+) -> Encoded:
+    """The private dataset as the layer sees it: train only what follows the layer on it.
+
+    Each record's place holds what the layer makes of this record alone (but for rounding, which
+    may depend on its place in a batch), so private training on it has the guarantee of private
+    training on the records. Copies of the layer's public samples are refused here, and
+    `make_private` puts those samples on the certificate: give it a loader of what this returns, of
+    a Subset of it, or of several in a ConcatDataset. A wrapper of your own hides them from the
+    certificate: declare them by `engine.ledger.declare_public`.
+
+    Args:
+        layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
+        dataset: pairs of an image and a label, not augmented at random.
+        collate_fn: makes a batch of several pairs.
+        progress: show a bar, in a terminal.
+
+    Examples:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> features = dpspan.PatchFeatures.learn(torch.rand(50, 3, 16, 16), filters=9)
+        >>> private = TensorDataset(torch.rand(20, 3, 16, 16), torch.arange(20))
+        >>> len(dpspan.encode(features, private, progress=False))
+        20
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError("Expected a map-style dataset to encode, one that has a length.")
+    public = layer.public
+    loader = DataLoader(dataset, batch_size=_ENCODED_AT_ONCE, collate_fn=collate_fn)
+    inputs, labels, raw = [], [], []
+    for batch in watched(loader, "encoding", shown=progress):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError("Expected pairs of an image and a label in the dataset to encode.")
+        raw += fingerprints(batch[0])
+        inputs.append(_seen(layer, batch[0]))
+        labels.append(torch.as_tensor(batch[1]).cpu())
+    if not inputs:
+        raise ValueError("The dataset to encode is empty: give at least one record.")
+    refuse_copies(public, raw)
+    return Encoded(
+        torch.cat(inputs), torch.cat(labels), public=public, layer=type(layer).__name__, raw=raw
+    )
+
+
+def encode_public(layer: PatchFeatures, public: object) -> PublicData:
+    """Public data as the layer sees them, for a method or a warm start behind `encode`.
+
+    They keep the name, digest and fingerprints of the samples themselves, for the certificate and
+    the search for copies.
+
+    Examples:
+        >>> import torch
+        >>> import dpspan
+        >>> images = torch.rand(50, 3, 16, 16)
+        >>> features = dpspan.PatchFeatures.learn(images, filters=9, directions=20)
+        >>> method = dpspan.GEP(public=dpspan.encode_public(features, images), rank=10)
+    """
+    data = PublicData.of(public)
+    seen = [
+        (_seen(layer, inputs), *(() if labels is None else (labels,)))
+        for _, inputs, labels in data.pieces(_ENCODED_AT_ONCE)
+    ]
+    tensors = tuple(torch.cat(column) for column in zip(*seen, strict=True))
+    held = PublicData.of(tensors, name=data.name)
+    return replace(held, digest=data.digest, raw=tuple(public_fingerprints(data)))
+
+
+@torch.no_grad()
+def _seen(layer: PatchFeatures, inputs: Tensor) -> Tensor:
+    """What the layer makes of them, on the CPU.
+
+    Every batch is padded to the same size: rounding depends on it, and a record's features must
+    not reveal how many records there are.
+    """
+    filled = torch.cat(
+        [inputs, inputs.new_zeros(_ENCODED_AT_ONCE - len(inputs), *inputs.shape[1:])]
+    )
+    seen: Tensor = layer(filled.to(next(layer.buffers()).device))
+    return seen[: len(inputs)].cpu()
 
 
 class _Bank(nn.Module):
@@ -221,8 +309,7 @@ class _Bank(nn.Module):
 class PatchResponses(nn.Module):
     """(n, channels, height, width) to (n, 2 · filters · Σ grid²): mean responses of both signs.
 
-    They are means over the parts of each of the `grids`. Only what exceeds a threshold counts. With
-    `mirror`, an image and its mirror image have the same responses: the mean of both.
+    They are means over the parts of each of the `grids`. Only what exceeds a threshold counts.
     """
 
     banks: Sequence[_Bank]
@@ -231,12 +318,11 @@ class PatchResponses(nn.Module):
         super().__init__()
         self.banks = nn.ModuleList(banks)  # type: ignore[assignment]
         self.flat = nn.Buffer(flat)
-        self.grids, self.mirror = _several(settings["grid"]), settings["mirror"]
+        self.grids, self.mirror = _counts("grid", settings["grid"]), settings["mirror"]
         self.threshold: float = settings["threshold"]
 
     @classmethod
     def learn(cls, images: Tensor, settings: Mapping[str, Any]) -> Self:
-        """Filters of public images, as many of each size as of the others."""
         generator = torch.Generator().manual_seed(settings["seed"])
         filters, sizes, flat = settings["filters"], settings["size"], _FLAT * images.std()
         banks = []
@@ -246,14 +332,6 @@ class PatchResponses(nn.Module):
             rows, offset = _filters(patches, share, generator)
             banks.append(_Bank(rows.view(-1, images.shape[1], size, size), offset))
         return cls(banks, flat, settings)
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], *, prefix: str) -> Self:
-        """From a state_dict, whose names begin with `prefix`."""
-        banks: list[_Bank] = []
-        while (start := f"{prefix}banks.{len(banks)}.") + "filters" in tensors:
-            banks.append(_Bank(tensors[f"{start}filters"], tensors[f"{start}offset"]))
-        return cls(banks, tensors[f"{prefix}flat"], settings)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -341,28 +419,15 @@ def _centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return centres
 
 
-def _several(value: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, Iterable) else (value,)
+def _counts(name: str, value: int | Sequence[int]) -> list[int]:
+    counts = [check_count(name, n) for n in (value if isinstance(value, Iterable) else [value])]
+    expect(bool(counts), f"at least one {name}", value)
+    return counts
 
 
-def _check(settings: Mapping[str, Any]) -> None:
-    for name in ("size", "grid"):
-        expect(bool(_several(settings[name])), f"at least one {name}", settings[name])
-    expect(
-        settings["filters"] >= len(settings["size"]), "filters of each size", settings["filters"]
-    )
-    threshold, power, whitening = (
-        check_number(name, settings[name]) for name in ("threshold", "power", "whitening")
-    )
-    expect(0 <= threshold < 100, "0 <= threshold < 100", threshold)
-    expect(0 < power <= 1, "0 < power <= 1", power)
-    expect(0 <= whitening <= 1, "0 <= whitening <= 1", whitening)
-    expect(isinstance(settings["mirror"], bool), "mirror to be True or False", settings["mirror"])
-
-
-def _images(data: PublicData, settings: Mapping[str, Any]) -> Tensor:
+def _images(data: PublicData, sizes: Sequence[int], grid: int) -> Tensor:
     """All of them, checked."""
-    sizes, grid, inputs = settings["size"], max(_several(settings["grid"])), data.batches[0][0]
+    inputs = data.batches[0][0]
     if len(data.batches) > 1 or not isinstance(inputs, Tensor) or inputs.dim() != 4:
         raise ValueError(
             f"Expected the public data '{data.name}' to be images of one shape, (n, channels, "

@@ -17,23 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from dpspan.gradients.capture import captures_on
+from dpspan.model.per_sample import SampleLosses, check_one_each
 from dpspan.model.trainable import Model, Trainable, chosen_parameters, train_only
 from dpspan.public.data import PublicData
-from dpspan.public.losses import (
-    SampleCriterion,
-    SampleLosses,
-    call,
-    check_classes,
-    check_one_each,
-)
-from dpspan.support.checks import (
-    check_count,
-    check_number,
-    check_positive,
-    check_seed,
-    describe,
-    expect,
-)
+from dpspan.public.gradients import Piece, PieceLosses, RealLabels, losses_by
+from dpspan.support import checks
+from dpspan.support.checks import describe, expect
 from dpspan.support.randomness import seeded
 
 # Of fewer samples, the one held out would say nothing about the others.
@@ -81,16 +70,16 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         for name in ("max_epochs", "batch_size", "patience"):
-            check_count(name, getattr(self, name))
-        check_positive("learning_rate", self.learning_rate)
-        decay = check_number("weight_decay", self.weight_decay)
+            checks.check_count(name, getattr(self, name))
+        checks.check_positive("learning_rate", self.learning_rate)
+        decay = checks.check_number("weight_decay", self.weight_decay)
         expect(0 <= decay < math.inf, "weight_decay >= 0", self.weight_decay)
-        share = check_number("validation", self.validation)
+        share = checks.check_number("validation", self.validation)
         expect(0 <= share < 1, "0 <= validation < 1", self.validation)
         for name in ("loss", "augment"):
             function = getattr(self, name)
             expect(function is None or callable(function), f"{name} to be a function", function)
-        check_seed(self.seed)
+        checks.check_seed(self.seed)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, without the data."""
@@ -113,15 +102,15 @@ class WarmStart:
         the model is as it was. Its modes and torch's random state always are.
         """
         _check_model(model)
-        with (
-            seeded(self.seed) as reseed,
-            _put_back_on_error(model) as put_back,
-            torch.enable_grad(),
-        ):
-            data = _labelled(self.data)
-            losses = self.loss
-            if losses is None:
-                losses = _criterion_losses(criterion, model, data)
+        with seeded(self.seed) as reseed, _kept(model) as put_back, torch.enable_grad():
+            data = PublicData.of(self.data)
+            if not data.labelled:
+                raise ValueError(
+                    f"Expected labelled public data for a warm start, got '{data.name}' without "
+                    "labels. Pass inputs and labels, or leave the warm start out."
+                )
+            instead = "WarmStart(loss=...)"
+            losses = losses_by(criterion, self.loss, RealLabels(), data, instead=instead)
             searched, held_out = self._split(data.count)
 
             def from_the_start(samples: Tensor) -> _Trainer:
@@ -145,7 +134,6 @@ class WarmStart:
         )
 
     def _split(self, count: int) -> tuple[Tensor, Tensor]:
-        """The samples to train on while searching, and those held out."""
         if self.validation == 0:
             return torch.arange(count), torch.arange(0)
         if count < FEWEST_TO_SPLIT:
@@ -221,7 +209,6 @@ class SecondPhase(WarmStart):
         return train_only(model, self.trainable)
 
     def run(self, model: nn.Module, criterion: nn.Module | None) -> WarmStartResult:
-        """Train the set on the public data, in place; see `WarmStart.run`."""
         chosen = chosen_parameters(model, self.trainable)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad != (parameter in chosen):
@@ -233,7 +220,6 @@ class SecondPhase(WarmStart):
         return super().run(model, criterion)
 
     def summary(self, result: WarmStartResult) -> str:
-        """For the record: what was trained, and how."""
         return f"second phase of {describe(self.trainable)}, {super().summary(result)}"
 
 
@@ -243,7 +229,7 @@ class _Trainer:
 
     config: WarmStart
     model: nn.Module
-    losses: SampleLosses
+    losses: PieceLosses
     data: PublicData
     samples: Tensor
 
@@ -256,7 +242,6 @@ class _Trainer:
         self._shuffle = torch.Generator().manual_seed(self.config.seed + 1)
 
     def epoch(self) -> None:
-        """Once over the samples, in a new order."""
         self.model.train()
         order = self.samples[torch.randperm(len(self.samples), generator=self._shuffle)]
         finite = []
@@ -275,13 +260,18 @@ class _Trainer:
             raise ValueError(_DIVERGED)
 
     def mean_loss(self, samples: Tensor) -> float:
-        """The mean loss of the samples in evaluation mode."""
         self.model.eval()
         with torch.no_grad():
             sums = [x.double().sum() for x in self._losses_of(samples)]
         mean = float(torch.stack(sums).sum()) / len(samples)
         if not math.isfinite(mean):
-            raise ValueError(_DIVERGED if self._optimizer.state else _NOT_FINITE_BEFORE)
+            if self._optimizer.state:
+                raise ValueError(_DIVERGED)
+            raise ValueError(
+                "The loss on the public data is not finite even before the warm start. Look for "
+                "NaN and infinity in the weights of the model, and for inputs of a scale that it "
+                "cannot take."
+            )
         return mean
 
     def _losses_of(self, samples: Tensor, augment: Augment | None = None) -> Iterator[Tensor]:
@@ -289,21 +279,18 @@ class _Trainer:
         device, chosen = self._parameters[0].device, samples.sort().values
         for indices, inputs, labels in self.data.pieces(self.config.batch_size, chosen, device):
             seen = inputs if augment is None else augment(inputs)
-            yield check_one_each(self.losses(self.model, seen, labels), len(indices))
+            losses = self.losses(self.model, Piece(0, indices, seen, labels))
+            yield check_one_each(losses, len(indices))
 
 
 _DIVERGED = (
     "The warm start diverged: the loss or the weights are no longer finite. Lower learning_rate. "
     "The model is as it was before."
 )
-_NOT_FINITE_BEFORE = (
-    "The loss on the public data is not finite even before the warm start. Look for NaN and "
-    "infinity in the weights of the model, and for inputs of a scale that it cannot take."
-)
 
 
 @contextmanager
-def _put_back_on_error(model: nn.Module) -> Iterator[Callable[[], None]]:
+def _kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Whatever goes wrong, an interruption too, the model is as it was; or when it is asked for.
 
     Its modes are as before in any case, and no gradient of public data stays.
@@ -330,34 +317,6 @@ def _put_back_on_error(model: nn.Module) -> Iterator[Callable[[], None]]:
             module.training = training
         for parameter in trained:
             parameter.grad = None
-
-
-def _criterion_losses(
-    criterion: nn.Module | None, model: nn.Module, data: PublicData
-) -> SampleCriterion:
-    """By the criterion of the private run; all labels are checked before training."""
-    if criterion is None:
-        raise ValueError(
-            "Expected a criterion or a loss to train with on public data, got neither. Pass "
-            "criterion=nn.CrossEntropyLoss(), or WarmStart(loss=...) with one loss per sample."
-        )
-    losses = SampleCriterion(criterion, instead="WarmStart(loss=...)")
-    model.eval()
-    with torch.no_grad():
-        _, inputs, _ = next(data.pieces(1, device=next(model.parameters()).device))
-        outputs = losses.outputs(call(model, inputs), 1)
-    check_classes(data, outputs.shape[1:], criterion)
-    return losses
-
-
-def _labelled(source: object) -> PublicData:
-    data = PublicData.of(source)
-    if not data.labelled:
-        raise ValueError(
-            f"Expected labelled public data for a warm start, got '{data.name}' without labels. "
-            "Pass inputs and labels, or leave the warm start out."
-        )
-    return data
 
 
 def _check_model(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ MOVED = {  # what the documentation of 0.1 named, and what its pickled estimator
     "dpspan.convex.oracles": "dpspan.convex.subspaces",
     "dpspan.convex.schedules": "dpspan.convex.fitting",
     "dpspan.data": "dpspan.app.data",
-    "dpspan.encoding": "dpspan.public.encoding",
+    "dpspan.encoding": "dpspan.public.patches",
     "dpspan.errors": "dpspan.support.errors",
     "dpspan.events": "dpspan.accounting.events",
     "dpspan.ledger": "dpspan.accounting.ledger",

@@ -17,8 +17,7 @@ from dpspan.app.data import Loaded, load
 from dpspan.app.data.source import Source
 from dpspan.model.trainable import Trainable, train_only
 from dpspan.public.data import PublicData
-from dpspan.public.encoding import encode, encode_public
-from dpspan.public.patches import PatchFeatures
+from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.support.randomness import seeded
 
 _SECRET = "This message depends on private data: do not publish it."
