@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 from dpspan.choose.scores import Score
 from dpspan.choose.subspaces import Loss
 from dpspan.model.per_sample import SampleCriterion, call
-from dpspan.public.data import PublicData, move
-from dpspan.public.gradients import Piece, RandomLabels
+from dpspan.public.data import Piece, PublicData, move
+from dpspan.public.gradients import RandomLabels
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.errors import UnsupportedModule
 from dpspan.support.randomness import seeded
@@ -99,7 +99,7 @@ def _samples(
     if isinstance(loss_fn, nn.Module):
         scores = SampleCriterion(loss_fn, instead="loss_fn=").outputs(outputs, len(indices))
         source = RandomLabels(seed=seed).source(loss_fn, data)
-        labels = source(Piece(0, indices, inputs, None), scores)
+        labels = source(Piece(indices, inputs, None), scores, 0)
     rows = torch.arange(max(len(indices), min(piece, 2))) % len(indices)
     batch: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], (inputs, labels))
     return batch

@@ -22,8 +22,8 @@ from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
-from dpspan.public.data import Samples
-from dpspan.public.gradients import Piece, RandomLabels, RealLabels, losses_by
+from dpspan.public.data import Piece, Samples
+from dpspan.public.gradients import RandomLabels, RealLabels, losses_by
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_seed
 from dpspan.support.randomness import seeded
@@ -87,12 +87,12 @@ def sample_gradients(
 
     def gradients(part: Piece) -> PerSampleGradients:
         return per_sample_gradients(
-            model, lambda model, _: losses(model, part), part.inputs, check=False
+            model, lambda model, _: losses(model, part, 0), part.inputs, check=False
         )
 
     with torch.enable_grad(), seeded(seed):
         return PerSampleGradients.concatenate(
-            [gradients(Piece(0, *part)) for part in data.pieces(piece, device=device)]
+            [gradients(part) for part in data.pieces(piece, device=device)]
         )
 
 

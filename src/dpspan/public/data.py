@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,19 @@ _READ = 2048  # samples read, or handed over, at a time where nobody says otherw
 Collate = Callable[[list[Any]], Any]
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, ...]  # (inputs,) or (inputs, labels)
+
+
+class Piece(NamedTuple):
+    """Some of the samples: which they are, on the CPU, and what they are."""
+
+    indices: Tensor
+    inputs: Any
+    labels: Any | None
+
+    @property
+    def batch(self) -> Batch:
+        """(inputs,) or (inputs, labels)."""
+        return (self.inputs,) if self.labels is None else (self.inputs, self.labels)
 
 
 @dataclass(frozen=True)
@@ -88,8 +101,7 @@ class Samples:
 
     def take(self, chosen: Tensor) -> Self:
         """Some of the samples, by their sorted indices."""
-        pieces = self.pieces(chosen=chosen)
-        batches = [(inputs,) if y is None else (inputs, y) for _, inputs, y in pieces]
+        batches = [piece.batch for piece in self.pieces(chosen=chosen)]
         held = self._held(self.name, batches, self.largest_piece)
         if self.raw is None:
             return held
@@ -102,8 +114,8 @@ class Samples:
         size: int | None = None,
         chosen: Tensor | None = None,
         device: torch.device | None = None,
-    ) -> Iterator[tuple[Tensor, Any, Any | None]]:
-        """Yield (indices, inputs, labels or None) in pieces of at most `size` samples.
+    ) -> Iterator[Piece]:
+        """The samples in pieces of at most `size`.
 
         Without `size` a piece is at most as large as the DataLoader's batches were, or 2048.
         `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
@@ -122,7 +134,7 @@ class Samples:
             for part in mine.split(size) if len(mine) else ():
                 rows = tree_map(itemgetter(part - first), batch)
                 inputs, *labels = rows if device is None else move(rows, device)
-                yield part, inputs, labels[0] if labels else None
+                yield Piece(part, inputs, labels[0] if labels else None)
             first = last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dpspan.model.per_sample import (
     recorded,
     shapes,
 )
-from dpspan.public.data import PublicData, Samples
+from dpspan.public.data import Piece, PublicData, Samples
 from dpspan.support.checks import check_count, check_seed, expect, shown
 from dpspan.support.left_as_found import left_as_found
 
@@ -44,17 +44,9 @@ def _stream(seed: int, refresh: int, purpose: int) -> np.random.Generator:
 # -- labels -------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """Samples on the model's device, and the refresh that they are used in."""
-
-    refresh: int
-    indices: Tensor  # which samples of the data they are, on the CPU
-    inputs: Any
-    labels: Any | None
-
-
-LabelSource = Callable[[Piece, Tensor], Any]  # from a piece and the model's outputs for it
-PieceLosses = Callable[[nn.Module, Piece], Tensor]  # one per sample
+# Both for samples on the model's device, at the refresh of this number.
+LabelSource = Callable[[Piece, Tensor, int], Any]  # by the model's outputs
+PieceLosses = Callable[[nn.Module, Piece, int], Tensor]  # one per sample
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class RealLabels:
     def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         check = cache(partial(_check_classes, data, criterion=criterion))
 
-        def labels(piece: Piece, outputs: Tensor) -> Any:
+        def labels(piece: Piece, outputs: Tensor, refresh: int) -> Any:
             check(outputs.shape[1:])
             return piece.labels
 
@@ -115,9 +107,8 @@ class RandomLabels:
             generator = _stream(self.seed, refresh, _LABELS)
             return _random_labels(criterion, generator, data.count, shape, dtype)
 
-        def labels(piece: Piece, outputs: Tensor) -> Tensor:
-            refresh = piece.refresh if self.redraw else 0
-            every = drawn(refresh, outputs.shape[1:], outputs.dtype)
+        def labels(piece: Piece, outputs: Tensor, refresh: int) -> Tensor:
+            every = drawn(refresh if self.redraw else 0, outputs.shape[1:], outputs.dtype)
             return every[piece.indices].to(outputs.device, non_blocking=True)
 
         return labels
@@ -198,22 +189,21 @@ def losses_by(
     `instead` names the argument that takes the function.
     """
     if loss is not None:
-        return lambda model, piece: loss(
-            model, piece.inputs, *(() if piece.labels is None else (piece.labels,))
-        )
+        return lambda model, piece, _: loss(model, *piece.batch)
     if criterion is None:
         raise ValueError(
-            "Expected a criterion or a loss for the public samples, got neither: pass criterion=, "
-            f"or {instead}, a function (model, inputs[, labels]) → one loss per sample."
+            "Expected a criterion or a loss for the public samples, got neither: pass criterion= "
+            f"to make_private, or {instead}, a function (model, inputs[, labels]) → one loss per "
+            "sample."
         )
     unreduced = SampleCriterion(criterion, instead=instead)
     source = labels.source(criterion, data)
 
-    def losses(model: nn.Module, piece: Piece) -> Tensor:
+    def losses(model: nn.Module, piece: Piece, refresh: int) -> Tensor:
         with explained(f"Public inputs of {shapes(piece.inputs)} do not fit the model"):
             returned = call(model, piece.inputs)
         outputs = unreduced.outputs(returned, len(piece.indices))
-        return unreduced.losses(outputs, source(piece, outputs))
+        return unreduced.losses(outputs, source(piece, outputs, refresh))
 
     return losses
 
@@ -263,7 +253,9 @@ class PublicGradientSource:
         ):
             return PerSampleGradients.concatenate(
                 [
-                    recorded(recording, partial(self._losses, self.model, p), len(p.indices))
+                    recorded(
+                        recording, partial(self._losses, self.model, p, refresh), len(p.indices)
+                    )
                     for p in self._pieces(refresh)
                 ]
             )
@@ -272,20 +264,17 @@ class PublicGradientSource:
         """Run the loss on one public sample: what does not fit is refused before training."""
         with torch.no_grad(), left_as_found(self.model, self._model_seed(0)):
             piece = next(self.data.pieces(1, device=_device(self.model)))
-            losses = self._losses(self.model, Piece(0, *piece))
+            losses = self._losses(self.model, piece, 0)
         check_one_each(losses, 1, of="public_loss")
 
     def _pieces(self, refresh: int) -> Iterator[Piece]:
-        pieces: Iterator[Any]
         device = _device(self.model)
         if self.fixed:  # they go to the device once
             # Handed over as copies: a model or a loss may work in place on what it gets.
-            pieces = (tree_map_only(Tensor, torch.clone, p) for p in self._on_device(device))
-        else:
-            generator = _stream(self.seed, refresh, _SUBSET)
-            picked = np.sort(generator.choice(self.data.count, self.count, replace=False))
-            pieces = self.data.pieces(self.piece, torch.from_numpy(picked), device)
-        return (Piece(refresh, *piece) for piece in pieces)
+            return (tree_map_only(Tensor, torch.clone, p) for p in self._on_device(device))
+        generator = _stream(self.seed, refresh, _SUBSET)
+        picked = np.sort(generator.choice(self.data.count, self.count, replace=False))
+        return self.data.pieces(self.piece, torch.from_numpy(picked), device)
 
     def _model_seed(self, refresh: int) -> int:
         return int(_stream(self.seed, refresh, _MODEL).integers(2**63))

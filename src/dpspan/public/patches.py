@@ -275,10 +275,8 @@ def encode_public(layer: PatchFeatures, public: object) -> PublicData:
         >>> method = dpspan.GEP(public=dpspan.encode_public(features, images), rank=10)
     """
     data = PublicData.of(public)
-    seen = [
-        (_seen(layer, inputs), *(() if labels is None else (labels,)))
-        for _, inputs, labels in data.pieces(_ENCODED_AT_ONCE)
-    ]
+    pieces = data.pieces(_ENCODED_AT_ONCE)
+    seen = [(_seen(layer, piece.inputs), *piece.batch[1:]) for piece in pieces]
     tensors = tuple(torch.cat(column) for column in zip(*seen, strict=True))
     held = PublicData.of(tensors, name=data.name)
     return replace(held, digest=data.digest, raw=tuple(public_fingerprints(data)))

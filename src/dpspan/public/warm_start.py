@@ -20,7 +20,7 @@ from dpspan.gradients.capture import captures_on
 from dpspan.model.per_sample import SampleLosses, check_one_each
 from dpspan.model.trainable import Model, Trainable, chosen_parameters, train_only
 from dpspan.public.data import PublicData
-from dpspan.public.gradients import Piece, PieceLosses, RealLabels, losses_by
+from dpspan.public.gradients import PieceLosses, RealLabels, losses_by
 from dpspan.support import checks
 from dpspan.support.checks import describe, expect
 from dpspan.support.randomness import seeded
@@ -277,10 +277,10 @@ class _Trainer:
     def _losses_of(self, samples: Tensor, augment: Augment | None = None) -> Iterator[Tensor]:
         """One loss per sample, in as few pieces as the batch size and their shapes allow."""
         device, chosen = self._parameters[0].device, samples.sort().values
-        for indices, inputs, labels in self.data.pieces(self.config.batch_size, chosen, device):
-            seen = inputs if augment is None else augment(inputs)
-            losses = self.losses(self.model, Piece(0, indices, seen, labels))
-            yield check_one_each(losses, len(indices))
+        for piece in self.data.pieces(self.config.batch_size, chosen, device):
+            if augment is not None:
+                piece = piece._replace(inputs=augment(piece.inputs))
+            yield check_one_each(self.losses(self.model, piece, 0), len(piece.indices))
 
 
 _DIVERGED = (
