@@ -22,6 +22,7 @@ _LOW_BITS = 13  # of a float32, that TF32 does not have
 # Tensor cores round sums towards zero, which adds up: 7·10⁻⁹ of the sum for each term of one sign,
 # as measured on an H200. Between blocks of so many terms sums are rounded to the nearest.
 _EXACT_TERMS = 2048
+_PRODUCTS = 2**26  # numbers in the products of blocks that are made at a time
 _SYMMETRIC_BLOCK = 512
 _BLOCK = 256  # squares summed in working precision before float64 takes over
 
@@ -126,8 +127,12 @@ def _plus_product(c: Tensor | None, a: Tensor, b: Tensor, sign: float) -> Tensor
             return first(a, b)
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     total = first(a_high, b_low).addmm_(a_low, b_high, alpha=sign)
-    for pair in zip(a_high.split(_EXACT_TERMS, dim=1), b_high.split(_EXACT_TERMS), strict=True):
-        total.addmm_(*pair, alpha=sign)
+    lefts, rights = _in_blocks(a_high, b.shape[1]), _in_blocks(b_high.T, len(a))
+    for left, right in zip(lefts, rights, strict=True):
+        if len(left) == 1:  # without a copy of what may be large
+            total.addmm_(left[0], right[0].T, alpha=sign)
+        else:
+            total.add_(torch.bmm(left, right.mT).sum(0), alpha=sign)
     return total
 
 
@@ -139,9 +144,23 @@ def square_product(x: Tensor) -> Tensor:
     high, low = _halves(x)
     mixed = high @ low.T
     total = mixed + mixed.T
-    for block in high.split(_EXACT_TERMS, dim=1):
-        total += _symmetric(block)
+    for blocks in _in_blocks(high, len(x)):
+        total += _symmetric(blocks).sum(0)
     return total
+
+
+def _in_blocks(x: Tensor, others: int) -> Iterator[Tensor]:
+    """The columns of x (n, d) by blocks of few enough terms, (blocks, n, terms).
+
+    As many blocks at a time as their products with `others` rows have memory for: each time is one
+    launch, however long the rows are.
+    """
+    whole = x.shape[1] // _EXACT_TERMS * _EXACT_TERMS
+    together = max(1, _PRODUCTS // max(1, len(x) * others))
+    if whole:
+        yield from x[:, :whole].unflatten(1, (-1, _EXACT_TERMS)).transpose(0, 1).split(together)
+    if whole < x.shape[1]:
+        yield x[:, whole:].unsqueeze(0)
 
 
 def _splits(x: Tensor, arithmetic: Arithmetic) -> bool:
@@ -158,15 +177,15 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _symmetric(x: Tensor) -> Tensor:
-    n = x.shape[0]
+    """x xᵀ for x (…, n, d)."""
+    n = x.shape[-2]
     if n < 2 * _SYMMETRIC_BLOCK:
-        return x @ x.T
-    half = n // 2
-    first, second = x[:half], x[half:]
-    corner = first @ second.T
-    upper = torch.cat([_symmetric(first), corner], dim=1)
-    lower = torch.cat([corner.T, _symmetric(second)], dim=1)
-    return torch.cat([upper, lower])
+        return x @ x.mT
+    first, second = x.split([n // 2, n - n // 2], dim=-2)
+    corner = first @ second.mT
+    upper = torch.cat([_symmetric(first), corner], dim=-1)
+    lower = torch.cat([corner.mT, _symmetric(second)], dim=-1)
+    return torch.cat([upper, lower], dim=-2)
 
 
 @contextlib.contextmanager
