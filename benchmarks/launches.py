@@ -127,7 +127,7 @@ def profile(phases: list[Phase], device: str) -> report.Results:
             times[name].append(1e3 * (time.perf_counter() - start))
         measure.synchronize(device)
         whole.append(1e3 * (time.perf_counter() - began))
-    busy, launches = None, None
+    busy, launches, longest = None, None, {}
     if device == "cuda":
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=kinds) as profiler:
@@ -135,8 +135,10 @@ def profile(phases: list[Phase], device: str) -> report.Results:
                 run()
             measure.synchronize(device)
         events = profiler.key_averages()
-        kernels = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
+        kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
         busy = sum(event.self_device_time_total for event in kernels) / 1e3
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        longest = {e.key[:90]: (e.count, e.self_device_time_total / 1e3) for e in kernels[:14]}
         launches = sum(e.count for e in events if "Launch" in e.key)
     return {
         "phases": {
@@ -150,6 +152,7 @@ def profile(phases: list[Phase], device: str) -> report.Results:
         "milliseconds": median(whole),
         "gpu_milliseconds": busy,
         "launches": launches,
+        "kernels": longest,  # how often, and milliseconds
     }
 
 
