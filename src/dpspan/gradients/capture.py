@@ -12,6 +12,7 @@ themselves for others while it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,11 @@ class Capture:
         """
         self._batch = _Batch(samples * views, views, discard, carriers or {})
         self._watch_all()  # parameters may have been exchanged since
+        if "torch._dynamo" in sys.modules:  # something may have been compiled
+            hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
+            for ours in (*self._stand_ins.values(), *hooks):
+                if isinstance(ours, StandIn | Hook):
+                    ours.stay_uncompiled()
 
     def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
         """The per-sample gradients of the expected batch, times `scale`, which is then over."""
@@ -347,10 +353,10 @@ class Capture:
         # The first trainable layer: nothing before it needs a gradient, so nothing else would
         # ask autograd for the gradient of its output. And a hook on a view (a linear layer's
         # output, of sequences) is lost when what follows works in place on it.
-        anchor = self._anchors.setdefault(
-            output.device, torch.zeros((), device=output.device, requires_grad=True)
-        )
-        tapped: Tensor = _Tap.apply(anchor, output, heard)  # type: ignore[no-untyped-call]
+        if output.device not in self._anchors:
+            anchor = torch.zeros((), device=output.device, requires_grad=True)
+            self._anchors[output.device] = anchor
+        tapped: Tensor = _Tap.apply(self._anchors[output.device], output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
     def add(self, path: str, own: str, term: Term, folds: int = 1) -> None:
