@@ -352,7 +352,7 @@ def test_losses_that_mix_samples_are_found_whatever_they_are_given(
 
 
 @pytest.mark.parametrize("broken", [NAN, 1e20])
-def test_a_broken_record_does_not_hide_a_loss_that_mixes(broken: float) -> None:
+def test_a_broken_record_does_not_hide_a_loss_that_mixes(broken: float, seeds: None) -> None:
     x, y = data(60).tensors
     x = x.clone()
     x[0] = broken
