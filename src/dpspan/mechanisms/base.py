@@ -98,25 +98,20 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Public configuration, frozen: a clip C, a rule for clip factors, and what subclasses add.
+    """Public configuration: a clip C, a rule for clip factors, and what subclasses add."""
 
-    They add `bind`, too. `counts` names the fields that are whole numbers, each with
-    the least it may be.
-    """
-
-    counts: ClassVar[Mapping[str, int]] = {}
+    counts: ClassVar[Mapping[str, int]] = {}  # fields that are whole numbers: the least they may be
+    positive: ClassVar[tuple[str, ...]] = ("clip",)  # fields that are numbers above 0, or None
 
     clip: float | None = None
     clipping: ClippingRule = field(default_factory=FlatClipping)
 
     def __post_init__(self) -> None:
-        self._check_positive("clip")
+        for name in self.positive:
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         for name, least in self.counts.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least=least))
-
-    def _check_positive(self, name: str) -> None:
-        if getattr(self, name) is not None:
-            check_positive(name, getattr(self, name))
 
     def bind(self, setting: Setting) -> Mechanism:
         """The mechanism for this run."""

@@ -40,11 +40,9 @@ class GEP(SubspaceMethod):
         ValueError: Expected rank to be an integer of at least 1, got 0.
     """
 
-    residual_clip: float | None = None
+    positive = ("clip", "residual_clip")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_positive("residual_clip")
+    residual_clip: float | None = None
 
     @property
     def residual_norm(self) -> float:

@@ -110,6 +110,7 @@ class MirrorDescent(Method):
     """
 
     counts = {"public_samples": 1, "diagnose": 0, "seed": 0}  # noqa: RUF012
+    positive = ("clip", "public_clip")
 
     public: Any = field(repr=False, compare=False)
     mixing: Mixing
@@ -121,7 +122,6 @@ class MirrorDescent(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_positive("public_clip")
         expect(
             isinstance(self.mixing, Mixing),
             "mixing to be CosineMixing(steps=…), ConstantMixing(share=…) or an object with "
