@@ -26,7 +26,7 @@ from dpspan.mechanisms.carriers import (
 )
 from dpspan.mechanisms.low_rank import unprivate_projection_residual
 from dpspan.mechanisms.noise import Noise
-from helpers.subspaces import stepped
+from helpers.subspaces import flat, stepped
 from helpers.training import data, network, setup, train, weights
 
 F64 = torch.float64
@@ -227,10 +227,6 @@ def test_a_run_s_carriers_are_those_of_its_own_updates(resumed: bool) -> None:
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 8)).double()
-
-
-def flat(sums: dict[str, Tensor]) -> Tensor:
-    return torch.cat([value.flatten() for value in sums.values()])
 
 
 @pytest.mark.parametrize("options", [{}, {"left_only": True}])
