@@ -60,7 +60,7 @@ class PrivacyEngine:
         method      DPSGD(clip=1.0, clipping=FlatClipping())
         sampling    PoissonDraw(sample_rate=0.1, steps_per_epoch=10), divided by L = 20
         event       PoissonSampledDpEvent(...); 10 to an epoch, 2 epochs
-        noise       z = 1.0...
+        noise       z = 0.979...
         expected ε  3 at δ = 0.0001 for 2 epochs
         public      nothing
         >>> for _ in range(2):
