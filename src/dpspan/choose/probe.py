@@ -1,4 +1,4 @@
-"""The gradients of a dataset's samples, the subspace they span, and what lies in it.
+"""The gradients of samples at a model's weights, the subspace they span, and what lies in it.
 
 A subspace has its basis written out: k × p numbers, whatever the number of samples. It is what a
 dataset is compared by once its gradients have been let go.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, Subset
 
 from dpspan.gradients.capture import captures_on
@@ -22,8 +24,9 @@ from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.model.validation import validate
-from dpspan.public.data import Samples
+from dpspan.public.data import Samples, move
 from dpspan.public.gradients import Piece, RandomLabels, RealLabels, losses_by
+from dpspan.public.losses import SampleCriterion
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_seed
 from dpspan.support.randomness import seeded
@@ -47,53 +50,80 @@ def drawn(source: object, samples: int, *, seed: int, name: str, kind: type[_S])
     return data if data.count <= samples else data.take(chosen(data.count))
 
 
-def evaluated(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode, as dropout would tie a sample's gradient to its place.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Probe:
+    """A model and a loss, by whose gradients samples are compared.
 
-    Refuses a model whose samples have no gradients of their own.
+    Whatever is computed starts from the model and the loss as they are here, on copies, so that
+    nothing that some samples leave in them reaches others.
     """
-    validate(model)
-    if captures_on(model):
-        raise ValueError(
-            "The model belongs to a private run: choose public data before make_private, or call "
-            "detach() on its engine first."
-        )
-    return copy.deepcopy(model).eval()
 
+    model: nn.Module
+    loss_fn: Loss
+    seed: int = 0  # of random labels
+    piece: int = PIECE
 
-def sample_gradients(
-    model: nn.Module,
-    loss_fn: Loss,
-    data: Samples,
-    *,
-    own_labels: bool = False,
-    seed: int = 0,
-    piece: int = PIECE,
-) -> PerSampleGradients:
-    """One gradient per sample at the model's weights; the model is left as it was.
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: Loss, *, seed: int, piece: int) -> Self:
+        """With a copy in evaluation mode, as dropout would tie a sample's gradient to its place.
 
-    With a criterion as `loss_fn` the labels are drawn for the model's classes, or are the data's
-    own if they are wanted and there are some. A function `loss_fn(model, inputs[, labels])` gets
-    what the data hold.
-    """
-    piece, seed = check_count("piece", piece), check_seed(seed)
-    criterion = loss_fn if isinstance(loss_fn, nn.Module) else None
-    if criterion is None:
-        _check_arguments(loss_fn, data)
-    labels = RealLabels() if own_labels and data.labelled else RandomLabels(seed=seed)
-    losses = losses_by(criterion, loss_fn if criterion is None else None, labels, data)
-    model = copy.deepcopy(model)  # so that nothing that these samples leave in it reaches others
-    device = next(model.parameters()).device
+        Refuses a model whose samples have no gradients of their own.
+        """
+        validate(model)
+        if captures_on(model):
+            raise ValueError(
+                "The model belongs to a private run: choose public data before make_private, or "
+                "call detach() on its engine first."
+            )
+        seed, piece = check_seed(seed), check_count("piece", piece)
+        return cls(model=copy.deepcopy(model).eval(), loss_fn=loss_fn, seed=seed, piece=piece)
 
-    def gradients(part: Piece) -> PerSampleGradients:
-        return per_sample_gradients(
-            model, lambda model, _: losses(model, part), part.inputs, check=False
-        )
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
-    with torch.enable_grad(), seeded(seed):
-        return PerSampleGradients.concatenate(
-            [gradients(Piece(0, *part)) for part in data.pieces(piece, device=device)]
-        )
+    def gradients(self, data: Samples, *, own_labels: bool = False) -> PerSampleGradients:
+        """One gradient per sample.
+
+        With a criterion as `loss_fn` the labels are drawn for the model's classes, or are the
+        data's own if they are wanted and there are some. A function `loss_fn(model, inputs[,
+        labels])` gets what the data hold.
+        """
+        criterion = self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
+        if criterion is None:
+            _check_arguments(self.loss_fn, data)
+        labels = RealLabels() if own_labels and data.labelled else RandomLabels(seed=self.seed)
+        losses = losses_by(criterion, self.loss_fn if criterion is None else None, labels, data)
+        model = copy.deepcopy(self.model)
+
+        def gradients(part: Piece) -> PerSampleGradients:
+            return per_sample_gradients(
+                model, lambda model, _: losses(model, part), part.inputs, check=False
+            )
+
+        with torch.enable_grad(), seeded(self.seed):
+            return PerSampleGradients.concatenate(
+                [gradients(Piece(0, *part)) for part in data.pieces(self.piece, device=self.device)]
+            )
+
+    def scores(
+        self, subspaces: Sequence[Subspace], inputs: Any, labels: Any | None, *, seed: int = 0
+    ) -> Tensor:
+        """The energies s_ij of a batch of records: (n, subspaces) float64, between 0 and 1.
+
+        Batches of fewer than `piece` records are filled up with repetitions, since the last bits
+        of a result depend on the size of the batch.
+        """
+        batch = move((inputs,) if labels is None else (inputs, labels), self.device)
+        count = len(tree_leaves(batch)[0])
+        rows = torch.arange(max(count, self.piece), device=self.device) % count
+        model, loss = copy.deepcopy((self.model, self.loss_fn))
+        if isinstance(loss, nn.Module):
+            loss = SampleCriterion(loss, instead="loss_fn=")
+        with torch.enable_grad(), seeded(seed):
+            filled = tree_map_only(Tensor, lambda leaf: leaf[rows], batch)
+            gradients = per_sample_gradients(model, loss, *filled, check=False)
+        return energies(gradients, subspaces)[:count].cpu()
 
 
 def _check_arguments(loss: Loss, data: Samples) -> None:
@@ -156,3 +186,40 @@ def energies(gradients: PerSampleGradients, subspaces: Sequence[Subspace]) -> Te
     inside = torch.stack([part.sum(1) for part in parts], dim=1)
     norms = gradients.norms().square().unsqueeze(1)
     return (inside / norms).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)
+
+
+class ProbeNetwork(nn.Module):
+    """The GSD paper's probe network, for models too large to compare datasets with.
+
+    Logits of images (n, channels, height, width) of any size; the same weights for a seed. By its
+    Table 5b: 64 filters of 8 × 8, stride 5; pool 2; 16 filters of 4 × 4, stride 3; pool 2; 144
+    units into the classes. 144 = 16 × 3 × 3 is what images of 224 × 224 give, so others are
+    resized to that. 30,782 parameters for 3 channels and 14 classes.
+
+    Examples:
+        >>> import torch
+        >>> from dpspan.choose import ProbeNetwork
+        >>> ProbeNetwork(channels=3, classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:
+        super().__init__()
+        with seeded(seed):
+            self.layers = nn.Sequential(
+                nn.Conv2d(channels, 64, 8, stride=5),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(64, 16, 4, stride=3),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(16 * 3 * 3, classes),
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, for a softmax or (several labels per image) a sigmoid in the loss."""
+        if images.shape[-2:] != (224, 224):
+            images = interpolate(images, (224, 224), mode="bilinear", antialias=True)
+        logits: Tensor = self.layers(images)
+        return logits
