@@ -95,10 +95,7 @@ class SubspaceMethod(ClippingMethod):
     def source(self, setting: Setting) -> SpanSource:
         """Where the subspaces of this run come from."""
         if self.subspace is not None:
-            random = self.subspace
-            return RandomSpan(
-                setting.model, rank=random.rank, redraw=random.redraw, seed=random.seed
-            )
+            return RandomSpan(setting.model, self.subspace)
         assert self.rank is not None
         gradients = PublicGradientSource(
             model=setting.model,
