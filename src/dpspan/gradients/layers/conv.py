@@ -39,6 +39,9 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {  # by spatial dimensions
     3: conv3d_weight,
 }
 
+# A GPU copies so many numbers in the time of the launches that sliding rows take beyond one.
+_COPIED_IN_A_LAUNCH = 2**24
+
 # Below this many channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
 
@@ -72,8 +75,9 @@ class Patches(Factored):
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
         thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
-        if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
-            copied = self.depth * self.weight[1:].numel() * self.groups
+        copied = self.depth * self.weight[1:].numel() * self.groups
+        few = n * copied <= _COPIED_IN_A_LAUNCH or self._rows_are_larger_than_patches
+        if x.is_cuda and not one_by_one and few:
             return by_blocks(lambda i, j: self._unfolded_rows(x[i:j], b[i:j]), n, copied, x)
         if x.is_cuda or one_by_one or thin:
             line = self.weight[1] * self.weight[3:].numel() * self.groups
