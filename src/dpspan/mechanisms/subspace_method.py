@@ -88,8 +88,7 @@ class SubspaceMethod(Method):
     def source(self, setting: Setting) -> SpanSource:
         """Where the subspaces of this run come from."""
         if self.subspace is not None:
-            of = self.subspace
-            return RandomSpan(setting.model, rank=of.rank, redraw=of.redraw, seed=of.seed)
+            return RandomSpan(setting.model, self.subspace)
         assert self.rank is not None
         gradients = PublicGradientSource(
             model=setting.model,
