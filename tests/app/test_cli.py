@@ -23,7 +23,7 @@ from dpspan.app.advice import Advice
 from dpspan.app.cli import app
 from dpspan.app.config import load_config
 from dpspan.app.run import RunFolder
-from dpspan.app.run.run_inputs import make_parts
+from dpspan.app.run.from_config import make_parts
 from helpers.digits import digits, settings, write_csv, write_idx, write_images, write_npz
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}

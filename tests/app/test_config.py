@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 import dpspan
 from dpspan.app.config import Config, ConfigError, load_config, parse_config
-from dpspan.app.config.methods import _RULES, AnyMethod
 from dpspan.app.config.models import PatchesSection
 from dpspan.app.config.training import (
+    _RULES,
+    AnyMethod,
     AnyTrainable,
     ConstantSection,
     CosineSection,

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, load
-from dpspan.app.data.source import Source
+from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, Source, load
 from helpers.digits import digits, write_csv, write_idx, write_images
 from helpers.needs import extra
 

@@ -29,7 +29,7 @@ def audit_command(
     from dpspan.app.config import load_config
     from dpspan.app.config.models import load_weights
     from dpspan.app.run.folder import RunFolder
-    from dpspan.app.run.run_inputs import make_parts
+    from dpspan.app.run.from_config import make_parts
     from dpspan.audit import membership_inference
 
     folder = RunFolder(run)

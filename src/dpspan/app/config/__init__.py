@@ -12,13 +12,11 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpspan.accounting.promises import LARGEST_DELTA
-from dpspan.app.config.methods import AnyMethod
 from dpspan.app.config.models import AnyModel, PatchesSection
-from dpspan.app.config.training import AnyTrainable, TrainingSection, WarmStartSection
-from dpspan.app.config.yaml_file import ConfigError as ConfigError
-from dpspan.app.config.yaml_file import parse, read_text
+from dpspan.app.config.training import AnyMethod, AnyTrainable, TrainingSection, WarmStartSection
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
-from dpspan.app.section import Count, File, Positive, Section, Texts
+from dpspan.app.section import ConfigError as ConfigError
+from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text
 
 AnySource = Annotated[
     Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
@@ -65,9 +63,7 @@ class BudgetSection(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise PydanticCustomError(
-                "one_of", "Expected epsilon or noise_multiplier, and not both."
-            )
+            _refuse("", "Expected epsilon or noise_multiplier, and not both.")
         return self
 
 
@@ -142,11 +138,8 @@ class Config(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""
-        plain: dict[str, Any] = self.model_dump(
-            mode="json",
-            exclude={"output": True, "training": {"device": True, "physical_batch_size": True}},
-        )
-        return plain
+        where = {"device": True, "physical_batch_size": True}
+        return self.model_dump(mode="json", exclude={"output": True, "training": where})
 
 
 def _refuse(at: str, message: str) -> None:

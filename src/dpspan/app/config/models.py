@@ -16,6 +16,7 @@ from pydantic import Field
 
 import dpspan
 from dpspan.app.section import Count, Counts, File, Section
+from dpspan.support.checks import expect
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,16 @@ class WideResNetSection(ModelSection):
         return WideResNet(depth=self.depth, widen=self.widen, classes=data.classes)
 
 
+def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
+    if len(data.shape) != 3 or channels not in (None, data.shape[0]):
+        kind = "images" if channels is None else f"images of {channels} channels"
+        raise ValueError(
+            f"Expected {kind}, shape ({channels or 'channels'}, height, width), for the model "
+            f"{name}, got samples of shape {data.shape}. Use mlp, or a factory of your own."
+        )
+    return data.shape
+
+
 class _OwnSection(ModelSection):
     """A function or class of the user's, `package.module:name`, called with `arguments`."""
 
@@ -103,11 +114,31 @@ class _OwnSection(ModelSection):
         from torch import nn
 
         made = _imported(self.factory)(**self.arguments)
-        if not isinstance(made, nn.Module):
-            raise TypeError(
-                f"Expected {self.factory} to return a torch module, got a {type(made).__name__}."
-            )
-        return made
+        expect(isinstance(made, nn.Module), f"{self.factory} to return a torch module", made)
+        model: nn.Module = made
+        return model
+
+
+def _imported(reference: str) -> Any:
+    module_name, _, name = reference.partition(":")
+    expect(bool(module_name and name), "a factory such as 'package.module:function'", reference)
+    folder = str(Path.cwd())  # where a command looks for no modules, unlike `python -m`
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
+            f"lie in the folder that dpspan is started in, {folder}."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    try:
+        found = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.") from None
+    expect(callable(found), f"{reference} to be a function or a class", found)
+    return found
 
 
 class FactorySection(_OwnSection):
@@ -127,12 +158,7 @@ class CheckpointSection(_OwnSection):
 
     def make(self, data: Loaded) -> nn.Module:
         model = super().make(data)
-        try:
-            load_weights(model, self.weights)
-        except RuntimeError as error:
-            raise ValueError(
-                f"The weights in {self.weights} do not fit {self.factory}: {error}"
-            ) from error
+        load_weights(model, self.weights)
         return model
 
 
@@ -140,6 +166,30 @@ AnyModel = Annotated[
     NetworkSection | MlpSection | WideResNetSection | FactorySection | CheckpointSection,
     Field(discriminator="name"),
 ]
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put weights into a model, with nothing executed; ValueError if they do not fit."""
+    import safetensors.torch
+    import torch
+
+    if not path.exists():
+        raise FileNotFoundError(f"There are no weights at {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            safetensors.torch.load_model(model, path)  # knows about tied weights
+            return
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        expect(isinstance(loaded, dict), f"a state_dict in {path}", loaded)
+        model.load_state_dict(loaded)
+    except RuntimeError as error:
+        what = f"The weights in {path} do not fit {type(model).__name__}"
+        raise ValueError(f"{what}: {error}") from error
+    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
+            "safetensors."
+        ) from None
 
 
 class PatchesSection(Section):
@@ -160,70 +210,10 @@ class PatchesSection(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """What the layer is learnt with."""
-        fields = set(PatchesSection.model_fields) - {"name", "public"}
-        found: dict[str, Any] = self.model_dump(mode="json", include=fields)
-        return found
+        keys = set(PatchesSection.model_fields) - {"name", "public"}
+        return self.model_dump(mode="json", include=keys)
 
     def learn(
         self, public: dpspan.PublicData, *, seed: int, device: torch.device | str
     ) -> dpspan.PatchFeatures:
-        """The layer."""
         return dpspan.PatchFeatures.learn(public, **self.settings, seed=seed, device=device)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Put weights into a model, with nothing executed; RuntimeError if they do not fit."""
-    import safetensors.torch
-    import torch
-
-    if not path.exists():
-        raise FileNotFoundError(f"There are no weights at {path}.")
-    try:
-        if path.suffix == ".safetensors":
-            safetensors.torch.load_model(model, path)  # knows about tied weights
-            return
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
-        raise ValueError(  # whose own words may quote the file
-            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
-            "safetensors."
-        ) from None
-    if not isinstance(loaded, dict):
-        raise ValueError(f"Expected a state_dict in {path}, got a {type(loaded).__name__}.")
-    model.load_state_dict(loaded)
-
-
-def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
-    if len(data.shape) != 3 or channels not in (None, data.shape[0]):
-        kind = "images" if channels is None else f"images of {channels} channels"
-        raise ValueError(
-            f"Expected {kind}, shape ({channels or 'channels'}, height, width), for the model "
-            f"{name}, got samples of shape {data.shape}. Use mlp, or a factory of your own."
-        )
-    return data.shape
-
-
-def _imported(reference: str) -> Any:
-    module_name, _, name = reference.partition(":")
-    if not module_name or not name:
-        raise ValueError(
-            f"Expected a factory such as 'package.module:function', got {reference!r}."
-        )
-    folder = str(Path.cwd())  # where a command looks for no modules, unlike `python -m`
-    sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
-            f"lie in the folder that dpspan is started in, {folder}."
-        ) from error
-    finally:
-        sys.path.remove(folder)
-    try:
-        found = operator.attrgetter(name)(module)
-    except AttributeError:
-        raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.") from None
-    if not callable(found):
-        raise ValueError(f"Expected {reference} to be a function or a class, got {found!r}.")
-    return found

@@ -1,10 +1,10 @@
-"""The sections that say how to train: optimizer, schedule, what is trained, the warm start."""
+"""The sections that say how to train: method, optimizer, schedule, what is trained, warm start."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,49 +24,176 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from dpspan.model.trainable import Trainable
+    from dpspan.mechanisms import Method
+
+_Every = Annotated[int, Field(ge=0)]  # so many steps; 0 is never
+_RULES = {
+    "flat": "FlatClipping",
+    "automatic": "AutomaticClipping",
+    "eigh": "Eigh",
+    "lanczos": "Lanczos",
+    "power": "PowerIteration",
+}
 
 
-class SgdSection(Section):
-    """SGD."""
+class MethodSection(BuiltSection):
+    """What all methods have: a clip."""
+
+    clip: Positive = 1.0
+    clipping: Literal["flat", "automatic"] = "flat"
+
+    @property
+    def needs_public(self) -> bool:
+        return "public" in type(self).model_fields
+
+    def arguments(self) -> dict[str, Any]:
+        """The keys, with rules in place of their names."""
+        found = super().arguments()
+        rules = {key: _RULES[found[key]] for key in ("clipping", "solver") if key in found}
+        return found | {key: getattr(dpspan, rule)() for key, rule in rules.items()}
+
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        """The method, for a run of so many steps."""
+        method: Method = self.built(**({"public": public} if self.needs_public else {}))
+        return method
+
+
+class DPSGDSection(MethodSection):
+    """DP-SGD."""
+
+    name: Literal["dpsgd"] = "dpsgd"
+
+
+class SubspaceMethodSection(MethodSection):
+    """Methods in a subspace of public gradients, or (`random_subspace`) of random ones.
+
+    `public` is a name under data.public; with a `choose` section it is left out.
+    """
+
+    of_the_file: ClassVar = (*MethodSection.of_the_file, "random_subspace")
+    public: str | None = None
+    random_subspace: bool = False
+    rank: Count
+    public_labels: Literal["random", "redrawn", "real"] = "random"
+    public_samples: Count = 2000
+    groups: Count | Literal["by_stage"] = 1
+    refresh: Count = 1
+    solver: Literal["eigh", "lanczos", "power"] = "eigh"
+    diagnose: _Every = 0
+
+    @property
+    def needs_public(self) -> bool:
+        return not self.random_subspace
+
+    def arguments(self) -> dict[str, Any]:
+        found = super().arguments()
+        if self.random_subspace:
+            for key in ("rank", "public_labels", "public_samples", "groups", "solver"):
+                del found[key]
+            return {**found, "subspace": dpspan.RandomSubspace(rank=self.rank)}
+        return found | ({"groups": dpspan.by_stage} if self.groups == "by_stage" else {})
+
+
+class PDPSGDSection(SubspaceMethodSection):
+    """PDP-SGD; plain DP-SGD before `start_epoch`."""
+
+    name: Literal["pdpsgd"] = "pdpsgd"
+    start_epoch: _Every = 0
+
+
+class BiasedGEPSection(SubspaceMethodSection):
+    """GEP without the residual."""
+
+    name: Literal["biased-gep"] = "biased-gep"
+
+
+class GEPSection(SubspaceMethodSection):
+    """GEP."""
+
+    name: Literal["gep"] = "gep"
+    residual_clip: Positive | None = None
+
+
+class RGPSection(MethodSection):
+    """RGP."""
+
+    name: Literal["rgp"] = "rgp"
+    rank: Count = 1
+    carriers: Literal["history", "random"] = "history"
+    left_only: bool = False
+    full_scale: Positive = 1.0
+
+
+class MirrorDescentSection(MethodSection):
+    """Mirror descent; `private_share` is a constant α, without it α falls as a cosine to 0."""
+
+    of_the_file: ClassVar = (*MethodSection.of_the_file, "private_share")
+    name: Literal["mirror"] = "mirror"
+    public: str | None = None
+    private_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    public_samples: Count = 256
+    public_clip: Positive | None = None
+    diagnose: _Every = 0
+
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
+        share, falling = self.private_share, dpspan.CosineMixing(steps=steps)
+        mixing = falling if share is None else dpspan.ConstantMixing(share=share)
+        method: Method = self.built(public=public, mixing=mixing)
+        return method
+
+
+AnyMethod = Annotated[
+    DPSGDSection
+    | PDPSGDSection
+    | BiasedGEPSection
+    | GEPSection
+    | RGPSection
+    | MirrorDescentSection,
+    Field(discriminator="name"),
+]
+
+
+class OptimizerSection(Section):
+    """What all optimizers have; `build` takes another learning rate if one is given."""
 
     learning_rate: Positive
     weight_decay: NotNegative = 0.0
+
+
+class SgdSection(OptimizerSection):
+    """SGD."""
+
     name: Literal["sgd"] = "sgd"
     momentum: BelowOne = 0.0
 
     def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
-        """The optimizer, with another learning rate if one is given."""
         from torch.optim import SGD
 
-        lr = self.learning_rate if lr is None else lr
+        lr = lr or self.learning_rate
         return SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
 
-class AdamSection(Section):
+class AdamSection(OptimizerSection):
     """Adam, with decoupled weight decay as in AdamW."""
 
-    learning_rate: Positive
-    weight_decay: NotNegative = 0.0
     name: Literal["adam"] = "adam"
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.999
 
     def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
-        """The optimizer, with another learning rate if one is given."""
         from torch.optim import AdamW
 
-        lr, betas = self.learning_rate if lr is None else lr, (self.beta1, self.beta2)
+        lr, betas = lr or self.learning_rate, (self.beta1, self.beta2)
         return AdamW(parameters, lr=lr, betas=betas, weight_decay=self.weight_decay)
 
 
+# `factor` of a schedule is what the learning rate is multiplied by at a step of so many.
 class ConstantSection(Section):
     """The same learning rate throughout."""
 
     name: Literal["constant"] = "constant"
 
     def factor(self, step: int, steps: int) -> float:
-        """What the learning rate is multiplied by at a step of so many."""
         return 1.0
 
 
@@ -76,7 +203,6 @@ class LinearSection(Section):
     name: Literal["linear"] = "linear"
 
     def factor(self, step: int, steps: int) -> float:
-        """1 − t."""
         return 1 - step / steps
 
 
@@ -87,7 +213,6 @@ class CosineSection(Section):
     warmup: BelowOne = 0.0
 
     def factor(self, step: int, steps: int) -> float:
-        """(1 + cos πt)/2."""
         rising = self.warmup * steps
         if step < rising:
             return (step + 1) / (rising + 1)
@@ -102,7 +227,6 @@ class StepsSection(Section):
     divide_by: Positive = 10.0
 
     def factor(self, step: int, steps: int) -> float:
-        """divide_by^−(milestones passed)."""
         return float(self.divide_by ** -sum(step >= share * steps for share in self.at))
 
 
@@ -127,43 +251,34 @@ class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
-class TrainableSection(BuiltSection):
-    """Which part of the model is trained."""
-
-    def build(self) -> Trainable:
-        """The choice of parameters."""
-        trainable: Trainable = self.built()
-        return trainable
-
-
-class LastLayersSection(TrainableSection):
+class LastLayersSection(BuiltSection):
     """The last `count` layers."""
 
     name: Literal["last-layers"] = "last-layers"
     count: Count = 1
 
 
-class FirstAndLastSection(TrainableSection):
+class FirstAndLastSection(BuiltSection):
     """The first layer and the last."""
 
     name: Literal["first-and-last"] = "first-and-last"
 
 
-class NamedSection(TrainableSection):
+class NamedSection(BuiltSection):
     """Modules and parameters by their paths."""
 
     name: Literal["named"] = "named"
     paths: Texts = Field(min_length=1)
 
 
-class BiasOnlySection(TrainableSection):
+class BiasOnlySection(BuiltSection):
     """Every bias, and the modules in `also`."""
 
     name: Literal["bias"] = "bias"
     also: Texts = ()
 
 
-class LoRASection(TrainableSection):
+class LoRASection(BuiltSection):
     """Low-rank adapters (the extra `lora`)."""
 
     name: Literal["lora"] = "lora"
@@ -203,12 +318,10 @@ class WarmStartSection(BuiltSection):
     augment: RandomAffineSection | None = None
 
     def build(
-        self, data: dpspan.PublicData, trainable: Trainable | None, *, seed: int
+        self, data: dpspan.PublicData, trainable: AnyTrainable | None, *, seed: int
     ) -> dpspan.WarmStart:
-        """The warm start on these data."""
-        settings: dict[str, Any] = self.arguments() | {"data": data, "seed": seed}
-        del settings["public"]
+        settings = {**self.arguments(), "data": data, "seed": seed}
         settings["augment"] = self.augment.built() if self.augment else None
         if trainable is None:
             return dpspan.WarmStart(**settings)
-        return dpspan.SecondPhase(**settings, trainable=trainable)
+        return dpspan.SecondPhase(**settings, trainable=trainable.built())

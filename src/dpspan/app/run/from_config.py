@@ -1,31 +1,40 @@
-"""A configuration as a task and a contender, the private choice it asks for, and `train`."""
+"""From a configuration to its data and model, a task and a contender, the choice, and `train`."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
-from dpspan.app.config.yaml_file import read_text
-from dpspan.app.data import Loaded
+from dpspan.app.data import Loaded, Source, load
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.resumable import Progress, Result, Run
-from dpspan.app.run.run_inputs import Parts, device_of, make_parts, new_model, trainable_of
-from dpspan.app.run.task import Contender, FixedNoise, Task
-from dpspan.app.run.training import in_batches
+from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
+from dpspan.app.section import read_text
 from dpspan.choose import Choice, choose_public
 from dpspan.engine.sampling import PoissonDraw
+from dpspan.model.trainable import train_only
 from dpspan.public.data import PublicData
+from dpspan.public.encoding import encode, encode_public
+from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.randomness import seeded
+
+_SECRET = "This message depends on private data: do not publish it."
 
 
 def train(
@@ -66,9 +75,7 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
     goes_on = folder.checkpoint.exists()
     kept = folder.kept_features(wanted=goes_on and config.features is not None)
     parts = make_parts(config, features=kept)
-    chosen = None
-    if config.choose is not None:
-        chosen = chosen_public(config, parts, folder)["chosen"]
+    chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
         folder.features.unlink(missing_ok=True)  # of a run that never came to a step
         if parts.layer is not None:
@@ -86,6 +93,166 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
         features=None if parts.layer is None else parts.layer.digest,
         output=config.output,
     )
+
+
+# -- data and model ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of. The model is at the weights that it starts from."""
+
+    private: Loaded
+    public: Mapping[str, PublicData]
+    test: Loaded | None
+    model: nn.Module
+    layer: PatchFeatures | None  # what all of these data have been through
+
+
+def make_parts(config: Config, *, features: Path | None = None) -> Parts:
+    """Read the data and build the model; refuse what would make the guarantee an empty one.
+
+    A frozen layer is read from the file `features`; without one it is learnt.
+    """
+    data, device = config.data, device_of(config)
+    private = _load("data.private", data.private, config)
+    public = {name: _load_public(name, config, private) for name in data.public}
+    test = None
+    if data.test is not None:
+        test = _load("data.test", data.test, config, like=private)
+        _check_test(test, private, declared_public=data.test_is_public)
+    count = data.records or len(private.dataset)  # stated, or told by the sampling rate
+    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
+    layer = _layer(config, public, device, features)
+    if layer is not None:
+        private = replace(private, dataset=encode(layer, private.dataset))
+        public = {name: encode_public(layer, each) for name, each in public.items()}
+        test = None if test is None else replace(test, dataset=encode(layer, test.dataset))
+    with seeded(config.training.seed):
+        model = new_model(config, private).to(device)
+        _rehearse(model, private, device)
+    return Parts(private=private, public=public, test=test, model=model, layer=layer)
+
+
+def _load(
+    where: str, source: Source, config: Config, *, like: Loaded | None = None, labelled: bool = True
+) -> Loaded:
+    loaded = load(source, classes=config.data.classes)
+    if labelled and not loaded.labelled:
+        raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
+    if like is not None and loaded.shape != like.shape:
+        raise ValueError(
+            f"Expected samples of shape {like.shape}, that of the private data, in {where}, got "
+            f"{loaded.shape}."
+        )
+    scaling = source.model_dump(include={"scale", "mean", "std"})
+    if like is not None and scaling != config.data.private.model_dump(include=set(scaling)):
+        _warn(
+            f"{where} and data.private differ in scale, mean or std. If both files hold the same "
+            "kind of numbers, write the same constants in both"
+        )
+    return loaded
+
+
+def _load_public(name: str, config: Config, private: Loaded) -> PublicData:
+    source = config.data.public[name]
+    loaded = _load(f"data.public.{name}", source, config, like=private, labelled=False)
+    if copies := loaded.copies_of(private):
+        raise ValueError(
+            f"{len(copies)} of the {len(loaded.dataset)} samples of data.public.{name} also occur "
+            f"in the private data (exact copies, e.g. sample {copies[0]}), however the two are "
+            "scaled. If private records got into the public data, give other public data. If these "
+            f"records really are public, remove them from the private data. {_SECRET}"
+        )
+    return PublicData.of(loaded.tensors, name=name)
+
+
+def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None:
+    """What is measured on private records is not public, whatever was declared."""
+    copies = test.copies_of(private)
+    if not copies:
+        return
+    count = f"{len(copies)} of the {len(test.dataset)} samples"
+    found = f"{count} of data.test also occur in the private data"
+    if declared_public:
+        raise ValueError(
+            f"{found} (exact copies, e.g. sample {copies[0]}), so results on them are not public. "
+            "If private records got into the test data, take them out there. If these records "
+            "really are public, or just happen to have the same values, take them out of the "
+            f"private data. Or leave test_is_public out: results are then not shown. {_SECRET}"
+        )
+    _warn(f"{found}: they say nothing about new records, and an audit must not use them. {_SECRET}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"dpspan: {message.removesuffix('.')}.", stacklevel=2)
+
+
+def _layer(
+    config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
+) -> PatchFeatures | None:
+    """The frozen layer, if there is one: kept in a file, or learnt now.
+
+    Learnt again on another machine it would be another one, if only in its last digits and signs.
+    """
+    section, seed = config.features, config.training.seed
+    if section is None:
+        return None
+    data = public[section.public]
+    if kept is None:
+        return section.learn(data, seed=seed, device=device)
+    layer = PatchFeatures.load(kept, data)
+    if layer.settings != {**section.settings, "seed": seed}:
+        raise ValueError(
+            f"{kept} was learnt with other settings than the section `features`, or another seed. "
+            "Go back to those, or choose another output folder."
+        )
+    return layer.to(device)
+
+
+def new_model(config: Config, like: Loaded) -> nn.Module:
+    """The model for samples like these with new weights, from torch's generator."""
+    model = config.model.draw(like)
+    if config.trainable is not None:
+        model = train_only(model, config.trainable.built())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "Expected a model with something to train, got one whose parameters are all frozen: "
+            "unfreeze what is to be trained."
+        )
+    return model
+
+
+def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
+    """Run a copy on two samples of zeros, which are nobody's: mistakes are found before the run."""
+    zeros = torch.zeros(2, *like.shape, dtype=like.tensors[0].dtype, device=device)
+    try:
+        with torch.no_grad():
+            output = copy.deepcopy(model).eval()(zeros)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"The model cannot take samples of shape {like.shape}: {error}") from error
+    if isinstance(output, Tensor) and output.shape != (2, like.classes):
+        raise ValueError(
+            f"Expected the model to give {like.classes} numbers for a sample, one for each of "
+            f"data.classes, got an output of shape {tuple(output.shape)} for 2 samples."
+        )
+
+
+def device_of(config: Config) -> torch.device:
+    """Where to train."""
+    name = config.training.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"Expected device to be auto, cpu or a device that is there, such as cuda:0, got "
+            f"{name!r}."
+        ) from error
+
+
+# -- a task and a contender -------------------------------------------------------------------
 
 
 class Untouched(Dataset[object]):
@@ -109,10 +276,6 @@ def task_of(
     warm_start: WarmStart | None = None,
 ) -> Task:
     """What is learnt, from samples like these; the model is the configuration's by default."""
-    z = config.budget.noise_multiplier
-    fixed = None if z is None else FixedNoise(noise_multiplier=z, delta=config.budget.delta)
-    budget = _budget(config) or fixed
-    assert budget is not None
     # Without a section that older folders do not know, if it is not used.
     shared = {"data", "model", "trainable"} | ({"features"} if config.features else set())
     return Task(
@@ -121,7 +284,7 @@ def task_of(
         test=test,
         batch_size=config.training.batch_size,
         epochs=config.training.epochs,
-        budget=budget,
+        budget=_budget(config),
         public=public,
         warm_start=warm_start,
         test_is_public=config.data.test_is_public,
@@ -133,12 +296,19 @@ def task_of(
     )
 
 
+def _budget(config: Config) -> Budget | FixedNoise:
+    epsilon, z, delta = config.budget.epsilon, config.budget.noise_multiplier, config.budget.delta
+    if epsilon is not None:
+        return Budget(epsilon=epsilon, delta=delta)
+    assert z is not None
+    return FixedNoise(noise_multiplier=z, delta=delta)
+
+
 def warm_start_of(config: Config, public: Mapping[str, PublicData]) -> WarmStart | None:
     """The configuration's, if it has one; each run has a seed of its own."""
     if (section := config.warm_start) is None:
         return None
-    data, seed = public[section.public], config.training.seed
-    return section.build(data, trainable_of(config), seed=seed)
+    return section.build(public[section.public], config.trainable, seed=config.training.seed)
 
 
 def contender_of(
@@ -167,6 +337,9 @@ def contender_of(
     )
 
 
+# -- the choice of public data ----------------------------------------------------------------
+
+
 def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, Any]:
     """What the `choose` section has chosen, as in `choice.json`; chosen now if it is not there."""
     settings = config.choose
@@ -190,14 +363,8 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
             seed=config.training.seed,
         )
 
-    return choose_once(
-        folder, asked, choose, accountant=config.budget.accountant, budget=_budget(config)
-    )
-
-
-def _budget(config: Config) -> Budget | None:
-    epsilon, delta = config.budget.epsilon, config.budget.delta
-    return None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
+    accountant = config.budget.accountant
+    return choose_once(folder, asked, choose, accountant=accountant, budget=_budget(config))
 
 
 def choose_once(
@@ -206,7 +373,7 @@ def choose_once(
     choose: Callable[[Ledger], Choice],
     *,
     accountant: str = "pld",
-    budget: Budget | None = None,
+    budget: Budget | FixedNoise | None = None,
 ) -> dict[str, Any]:
     """What was chosen in this folder; to choose again would be one more release.
 

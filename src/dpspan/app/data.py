@@ -1,5 +1,7 @@
-"""The formats: npz, IDX, image folders, CSV, Parquet and Hugging Face datasets on disk.
+"""Data from files: npz, IDX, image folders, CSV, Parquet and Hugging Face datasets on disk.
 
+Nothing is learnt from the data on the way in: pixels are divided by 255, and whatever else inputs
+are shifted and scaled by is a constant that the user gives. A mean of private data is not public.
 Errors show no value of a file, nor the words of a library that may quote one.
 """
 
@@ -13,20 +15,195 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from pydantic import Field
 
-from dpspan.app.data.source import Array, Classes, Layout, Raw, Source
-from dpspan.app.section import Count, File, Texts
-from dpspan.support.checks import near
+from dpspan.app.section import Count, File, Numbers, Positive, Section, Texts
+from dpspan.support.checks import check_count, expect, near
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import TensorDataset
+
+Array = np.ndarray[Any, Any]
+Classes = int | tuple[str, ...]  # how many, or their names in order
+Layout = Literal["as_is", "add_channel", "channels_last"]
+Raw = tuple[Array, Array | None, Layout | None]  # inputs, labels (numbers or texts), and layout
+
+_PIECE = 2048  # samples fingerprinted at a time
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-_MODES = {1: "L", 3: "RGB"}
+
+
+class Source(Section):
+    """A file or folder of samples.
+
+    Inputs become (x / scale − mean) / std, of constants given here: numbers, or one per channel or
+    column. Without `scale`, pixels (whole numbers of 8 bits) are divided by 255, all else by 1.
+    """
+
+    path: File
+    scale: Positive | None = None
+    mean: float | Numbers = 0.0
+    std: float | Numbers = 1.0
+
+    @property
+    def records(self) -> tuple[object, ...]:
+        """Where the records are: sources that agree in this read the same ones."""
+        return (self.path.resolve(),)
+
+    @abstractmethod
+    def read(self, classes: Classes) -> Raw:
+        """The arrays; OSError or ValueError, with the path, if that is impossible.
+
+        Without a layout, images without channels get one, and all else stays as it is.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was read: the samples, and what a model has to know to take them.
+
+    `raw` are fingerprints of the inputs as the file holds them, before they are scaled.
+    """
+
+    dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
+    classes: int
+    raw: tuple[bytes, ...] = field(repr=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.dataset.tensors
+
+    @property
+    def labelled(self) -> bool:
+        return len(self.tensors) > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample's inputs."""
+        return tuple(self.tensors[0].shape[1:])
+
+    def copies_of(self, other: Loaded) -> list[int]:
+        """Which samples have the inputs of one of the other's, whatever their labels.
+
+        Exact copies, in the files or after scaling: two sources of one file that are scaled
+        differently have the first in common, a file and a scaled copy of it the second.
+        """
+        raw, scaled = set(other.raw), set(other._scaled)
+        pairs = zip(self.raw, self._scaled, strict=True)
+        return [i for i, (one, two) in enumerate(pairs) if one in raw or two in scaled]
+
+    @cached_property
+    def _scaled(self) -> tuple[bytes, ...]:
+        return _fingerprints(self.tensors[0])
+
+
+def _fingerprints(inputs: Tensor) -> tuple[bytes, ...]:
+    """One hash a sample; whole numbers and floats of the same value are the same."""
+    from dpspan.public.overlap import fingerprints
+
+    return tuple(print_ for piece in inputs.split(_PIECE) for print_ in fingerprints(piece.float()))
+
+
+def load(source: Source, *, classes: Classes) -> Loaded:
+    """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
+
+    The number of classes is given, not counted: which labels occur is private. Errors show no value
+    of the file. They say which sample is the first bad one, and are for the operator's eyes only.
+    """
+    import torch
+    from torch.utils.data import TensorDataset
+
+    count = check_count("classes", classes if isinstance(classes, int) else len(classes))
+    if not source.path.exists():
+        raise FileNotFoundError(
+            f"There is nothing at {source.path}. Paths are relative to the folder that dpspan is "
+            f"started in, {Path.cwd()}."
+        )
+    inputs, labels, layout = source.read(classes)
+    if inputs.dtype == object or inputs.ndim < 2 or not len(inputs):
+        raise ValueError(
+            f"Expected inputs of shape (samples, …) in {source.path}, all samples of one shape and "
+            f"at least one sample, got shape {inputs.shape} of {inputs.dtype}."
+        )
+    tokens, kind = getattr(source, "tokens", False), inputs.dtype.kind
+    if kind not in ("iu" if tokens else "buif"):
+        wanted = "whole numbers as tokens" if tokens else "numbers as inputs"
+        raise ValueError(f"Expected {wanted} in {source.path}, got {inputs.dtype}.")
+    arrays = [inputs.astype(np.int64) if tokens else _arranged(source.path, inputs, layout)]
+    raw = _fingerprints(torch.from_numpy(arrays[0]))  # now, as what follows writes to it
+    if not tokens:
+        _scale(source, arrays[0], 255.0 if inputs.dtype == np.uint8 else 1.0)
+    if labels is not None:
+        if labels.shape != (len(inputs),):
+            raise ValueError(
+                f"Expected one label for each of the {len(inputs)} samples in {source.path}, got "
+                f"labels of shape {labels.shape}."
+            )
+        arrays.append(_class_numbers(source.path, labels, classes, count))
+    dataset = TensorDataset(*map(torch.from_numpy, arrays))
+    return Loaded(dataset=dataset, classes=count, raw=raw)
+
+
+def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
+    if layout == "channels_last":
+        inputs = np.moveaxis(inputs, -1, 1)
+    elif layout == "add_channel" or (not layout and inputs.dtype == np.uint8 and inputs.ndim == 3):
+        inputs = inputs[:, None]
+    arranged = np.array(inputs, dtype=np.float32, order="C")
+    bad = np.flatnonzero(~np.isfinite(arranged).reshape(len(arranged), -1).all(1))
+    if len(bad):
+        raise ValueError(
+            f"{len(bad)} samples in {path} hold NaN or infinity (the first is sample {bad[0]}). "
+            "Fill the gaps with a constant that does not depend on the data, or leave these "
+            "samples out."
+        )
+    return arranged
+
+
+def _scale(source: Source, inputs: Array, usual: float) -> None:
+    """In place."""
+    positive = bool(np.all(np.asarray(source.std, dtype=np.float32) > 0))
+    expect(positive, f"std > 0 for {source.path}", source.std)
+    inputs /= source.scale or usual
+    for name, apply in (("mean", np.subtract), ("std", np.divide)):
+        numbers = np.asarray(getattr(source, name), dtype=np.float32)
+        if numbers.ndim and len(numbers) != inputs.shape[1]:
+            raise ValueError(
+                f"Expected {name} to be one number, or {inputs.shape[1]} for the channels or "
+                f"columns of {source.path}, got {len(numbers)}."
+            )
+        apply(inputs, numbers.reshape(-1, *[1] * (inputs.ndim - 2)), out=inputs)
+
+
+def _class_numbers(path: Path, labels: Array, classes: Classes, count: int) -> Array:
+    expected, cure = f"from 0 to {count - 1}", "Correct `classes`, or renumber the labels"
+    kind = labels.dtype.kind
+    # 1.0 is whole: tables with gaps have it.
+    if kind in "biu" or (kind == "f" and np.array_equal(labels, np.floor(labels))):
+        numbers = labels.astype(np.int64)
+    elif isinstance(classes, int):  # texts that spell numbers
+        texts = (str(label).strip() for label in labels)
+        numbers = np.array([int(text) if text.isdecimal() else -1 for text in texts])
+        if -1 in numbers:
+            cure = "List the names of the classes in `classes`"
+    else:
+        known = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([known.get(str(label), -1) for label in labels])
+        expected, cure = f"out of {list(classes)}", "Add it to `classes`, or correct the label"
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
+    if len(wrong):
+        raise ValueError(
+            f"Expected labels {expected} in {path}, got another at sample {wrong[0]}. {cure}."
+        )
+    return numbers
 
 
 @contextmanager
@@ -76,17 +253,15 @@ class Npz(Source):
 
     @property
     def records(self) -> tuple[object, ...]:
-        """Other arrays of the file are other records."""
-        return *super().records, self.inputs
+        return *super().records, self.inputs  # other arrays of the file are other records
 
     def read(self, classes: Classes) -> Raw:
-        names = (self.inputs, self.labels)
-        with reading(self.path, "npz file"), np.load(self.path, allow_pickle=False) as file:
-            arrays: dict[str | None, Array] = {n: file[n] for n in names if n in file}
-            present = file.files
         cure = " Name them as `inputs` and `labels` (labels: null if there are none)."
-        check_names(self.path, "array", names, present, cure)
-        return arrays[self.inputs], arrays.get(self.labels), self.layout
+        there = array_names(self.path)
+        check_names(self.path, "array", (self.inputs, self.labels), there, cure)
+        with reading(self.path, "npz file"), np.load(self.path, allow_pickle=False) as file:
+            labels = None if self.labels is None else file[self.labels]
+            return file[self.inputs], labels, self.layout
 
 
 def array_names(path: Path) -> list[str]:
@@ -137,15 +312,17 @@ class ImageFolder(Source):
     labelled: bool = True
 
     def read(self, classes: Classes) -> Raw:
-        """All images, in the order of their paths."""
         if not self.path.is_dir():
             raise ValueError(f"Expected a folder of images at {self.path}, got a file.")
-        names = self._class_names(classes) if self.labelled else [""]
-        found = [(file, i) for i, name in enumerate(names) for file in _images(self.path / name)]
+        found = [
+            (file, number)
+            for number, name in enumerate(self._class_names(classes) if self.labelled else [""])
+            for file in sorted((self.path / name).rglob("*"))
+            if file.suffix.lower() in _ENDINGS
+        ]
         if not found:
-            raise ValueError(
-                f"There are no images in {self.path}. Known endings: {', '.join(sorted(_ENDINGS))}."
-            )
+            known = ", ".join(sorted(_ENDINGS))
+            raise ValueError(f"There are no images in {self.path}. Known endings: {known}.")
         pixels = [self._pixels(number, file) for number, (file, _) in enumerate(found, 1)]
         if len({image.shape for image in pixels}) > 1:
             raise ValueError(
@@ -158,7 +335,7 @@ class ImageFolder(Source):
     def _pixels(self, number: int, file: Path) -> Array:
         try:
             with Image.open(file) as image:
-                converted = image.convert(_MODES[self.channels])
+                converted = image.convert("L" if self.channels == 1 else "RGB")
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise ValueError(  # its name may be somebody's
                 f"Image {number} of {self.path}, in the order of paths, cannot be read "
@@ -183,10 +360,6 @@ class ImageFolder(Source):
         return expected
 
 
-def _images(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS)
-
-
 class Table(Source):
     """Columns of numbers, and of texts out of a list that is known in advance.
 
@@ -199,44 +372,33 @@ class Table(Source):
     categories: dict[str, Texts] = Field(default_factory=dict)
 
     def read(self, classes: Classes) -> Raw:
-        strange = sorted(set(self.categories) - set(self.inputs))
-        if strange:
-            raise ValueError(
-                f"Expected categories of columns among inputs for {self.path}, got {strange}."
-            )
+        strange = ", ".join(sorted(set(self.categories) - set(self.inputs)))
+        expect(not strange, f"categories of columns among inputs for {self.path}", strange)
         names = [*self.inputs, *([] if self.label is None else [self.label])]
-        columns = dict(zip(names, self.columns(names), strict=True))
+        columns = self.columns(names)
         parts = [self._part(name, columns[name]) for name in self.inputs]
         labels = None if self.label is None else np.asarray(columns[self.label])
         return np.concatenate(parts, axis=1), labels, None
 
     @abstractmethod
-    def columns(self, names: Sequence[str]) -> list[list[Any]]:
-        """The values of these columns, texts or numbers."""
+    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        """The values of these columns, texts or numbers; None for a gap."""
 
     def _part(self, name: str, values: list[Any]) -> Array:
-        if name in self.categories:
-            return self._indicators(name, values)
-        try:
-            if None in values:
-                raise ValueError  # numpy would take it for NaN
-            return np.asarray(values, dtype=np.float32)[:, None]
-        except (TypeError, ValueError):
-            row = next((row for row, value in enumerate(values, 1) if not is_number(value)), 1)
+        known = self.categories.get(name)
+        fits = [is_number(value) if known is None else str(value) in known for value in values]
+        if not all(fits):
+            expected, cure = f"one of {list(known or ())}", "Add it to `categories`"
+            if known is None:
+                expected = "numbers"
+                cure = "List its possible values under `categories`, fill gaps with a constant, or "
+                cure += "leave the column out"
             raise ValueError(
-                f"Expected numbers in column '{name}' of {self.path}, got something else in row "
-                f"{row}. List its possible values under `categories`, fill gaps with a constant, "
-                "or leave the column out."
-            ) from None
-
-    def _indicators(self, name: str, values: list[Any]) -> Array:
-        known = list(self.categories[name])
-        for row, value in enumerate(values, 1):
-            if str(value) not in known:
-                raise ValueError(
-                    f"Expected one of {known} in column '{name}' of {self.path}, got "
-                    f"something else in row {row}. Add it to `categories`."
-                )
+                f"Expected {expected} in column '{name}' of {self.path}, got something else in "
+                f"row {fits.index(False) + 1}. {cure}."
+            )
+        if known is None:
+            return np.array([float(value) for value in values], dtype=np.float32)[:, None]
         texts = np.array([str(value) for value in values], dtype=str)
         return np.asarray(texts[:, None] == np.array(known, dtype=str), dtype=np.float32)
 
@@ -247,8 +409,7 @@ class Csv(Table):
     format: Literal["csv"] = "csv"
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
 
-    def columns(self, names: Sequence[str]) -> list[list[Any]]:
-        """Texts."""
+    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
         (_, header), *rows = read_csv(self.path, self.delimiter)
         check_names(self.path, "column", names, header)
         for line, row in rows:
@@ -257,7 +418,8 @@ class Csv(Table):
                     f"{self.path} is not a readable CSV file: line {line} has {len(row)} values, "
                     f"the header {len(header)}."
                 )
-        return [[row[place].strip() for _, row in rows] for place in map(header.index, names)]
+        places = {name: header.index(name) for name in names}
+        return {name: [row[place].strip() for _, row in rows] for name, place in places.items()}
 
 
 def read_csv(
@@ -275,13 +437,11 @@ class Parquet(Table):
 
     format: Literal["parquet"] = "parquet"
 
-    def columns(self, names: Sequence[str]) -> list[list[Any]]:
-        """Texts and numbers; a gap is None."""
+    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
         file = open_parquet(self.path)
         check_names(self.path, "column", names, file.schema_arrow.names)
         with reading(self.path, "Parquet file"):
-            table = file.read(columns=list(dict.fromkeys(names)))
-            return [table.column(name).to_pylist() for name in names]
+            return dict(file.read(columns=list(dict.fromkeys(names))).to_pydict())
 
 
 def open_parquet(path: Path) -> Any:
@@ -305,11 +465,9 @@ class HuggingFace(Source):
 
     @property
     def records(self) -> tuple[object, ...]:
-        """Other splits are other records."""
-        return *super().records, self.split
+        return *super().records, self.split  # other splits are other records
 
     def read(self, classes: Classes) -> Raw:
-        """The named columns of the split."""
         datasets = _imported("datasets", "Hugging Face datasets", "datasets")
         with reading(self.path, "dataset of save_to_disk"):
             opened = datasets.load_from_disk(str(self.path))
