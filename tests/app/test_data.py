@@ -164,7 +164,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     same(HuggingFace(path=tmp_path / "one"))
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "several")
     same(HuggingFace(path=tmp_path / "several", split="train"))
-    with pytest.raises(ValueError, match=r"Expected split to be one of the 1 of .*, got None"):
+    with pytest.raises(ValueError, match=r"no split 'None' among its 1\. Name one as `split`"):
         load(HuggingFace(path=tmp_path / "several"), classes=10)
     with pytest.raises(ValueError, match="no column 'text'"):
         load(HuggingFace(path=tmp_path / "one", inputs="text"), classes=10)

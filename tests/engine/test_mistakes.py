@@ -212,7 +212,7 @@ class Extra(nn.Module):
         ("one", "Expected the model to give 2 numbers for a sample, one for each of data.classes"),
         ("wrong", "The model cannot take samples of shape (3,)"),
         ("norm", "in a configuration `fix: true` below `model`"),
-        ("frozen", "got one whose parameters are all frozen"),
+        ("frozen", "parameters are all frozen"),
         ("Extra", "its get_extra_state puts into state_dict"),
     ],
 )

@@ -60,22 +60,16 @@ class Source(Section):
 
     @abstractmethod
     def read(self, classes: Classes) -> Raw:
-        """The arrays; OSError or ValueError, with the path, if that is impossible.
-
-        Without a layout, images without channels get one, and all else stays as it is.
-        """
+        """The arrays; without a layout, images without channels get one, all else stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What was read: the samples, and what a model has to know to take them.
-
-    `raw` are fingerprints of the inputs as the file holds them, before they are scaled.
-    """
+    """What was read: the samples, and what a model has to know to take them."""
 
     dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
     classes: int
-    raw: tuple[bytes, ...] = field(repr=False)
+    raw: tuple[bytes, ...] = field(repr=False)  # fingerprints of the inputs before scaling
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -231,7 +225,8 @@ def check_names(
             raise ValueError(f"{path} has {how} '{name}' among its {len(found)}{hint}.{cure}")
 
 
-def _imported(module: str, what: str, extra: str) -> Any:
+def optional(module: str, what: str, extra: str) -> Any:
+    """The module, or ModuleNotFoundError that says what to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -446,7 +441,7 @@ class Parquet(Table):
 
 def open_parquet(path: Path) -> Any:
     """pyarrow's file, of which only the schema has been read."""
-    parquet = _imported("pyarrow.parquet", "Parquet files", "tables")
+    parquet = optional("pyarrow.parquet", "Parquet files", "tables")
     with reading(path, "Parquet file"):
         return parquet.ParquetFile(path)
 
@@ -468,15 +463,12 @@ class HuggingFace(Source):
         return *super().records, self.split  # other splits are other records
 
     def read(self, classes: Classes) -> Raw:
-        datasets = _imported("datasets", "Hugging Face datasets", "datasets")
+        datasets = optional("datasets", "Hugging Face datasets", "datasets")
         with reading(self.path, "dataset of save_to_disk"):
             opened = datasets.load_from_disk(str(self.path))
         if isinstance(opened, datasets.DatasetDict):
-            if self.split not in opened:
-                raise ValueError(
-                    f"Expected split to be one of the {len(opened)} of {self.path}, got "
-                    f"{self.split!r}{near(str(self.split), list(opened))}."
-                )
+            wanted = [str(self.split)]
+            check_names(self.path, "split", wanted, list(opened), " Name one as `split`.")
             opened = opened[self.split]
         names = [self.inputs] if isinstance(self.inputs, str) else list(self.inputs)
         check_names(self.path, "column", [*names, self.label], opened.column_names)

@@ -77,9 +77,6 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
-# -- YAML files -----------------------------------------------------------------------------------
-
-
 class ConfigError(DPSpanError, ValueError):
     """A configuration that cannot be used; the message has one line for each problem."""
 
@@ -87,20 +84,18 @@ class ConfigError(DPSpanError, ValueError):
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's numbers and truth values: 1e-5 is a number, and `no` is a text."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, regexp) for tag, regexp in known if tag.split(":")[-1] in ("null", "merge")]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {}  # noqa: RUF012
 
 
-for _tag, _pattern, _first in (
-    ("bool", r"true|false", "tf"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
-    ("float", r"[-+]?\.inf|\.nan", "-+."),
+for _tag, _pattern in (
+    ("null", "~|null|Null|NULL|"),
+    ("merge", "<<"),
+    ("bool", "true|false"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
 ):
     _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), None
     )
 
 
@@ -167,10 +162,7 @@ def _with_allowed_tags(error: ValidationError, model: type[Model], values: Any) 
 
 
 def _lines(node: Any, name: str, at: _Path = ()) -> dict[_Path, int]:
-    """The line of every key, by its path.
-
-    A key that stands twice is refused: YAML readers take the last one, in silence.
-    """
+    """The line of every key, by its path; one that stands twice is refused, not overwritten."""
     parts: list[tuple[Any, Any, Any]] = []
     if isinstance(node, yaml.MappingNode):
         parts = [(str(key.value), key, value) for key, value in node.value]
@@ -191,10 +183,9 @@ def _lines(node: Any, name: str, at: _Path = ()) -> dict[_Path, int]:
 def _place(
     lines: Mapping[_Path, int], problem: Mapping[str, Any], known: set[str]
 ) -> tuple[str, int]:
-    """The path of keys and the line; pydantic's names of alternatives, which are no keys, left out.
+    """The path of keys, without pydantic's names of alternatives, and the line.
 
-    A key that is nobody's but the file's is a star, unless the file was found to be a configuration
-    and is refused for what it says. A missing key is where it should be.
+    A key of the file alone is a star, unless the file was found to be a configuration.
     """
     context = problem.get("ctx", {})
     path: _Path = ()
@@ -218,29 +209,6 @@ _KINDS: Mapping[type, str] = {
     list: "a list",
     dict: "keys and values",
 }
-_EXPECTED: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "string_too_short": "a text of at least {min_length} characters",
-    "string_too_long": "a text of at most {max_length} characters",
-    "path_type": "a path",
-    "tuple_type": "a list, [… , …]",
-    "list_type": "a list, [… , …]",
-    "too_short": "at least {min_length} entries",
-    "too_long": "at most {max_length} entries",
-    "dict_type": "keys and values",
-    "model_type": "keys and values",
-    "model_attributes_type": "keys and values",
-    "literal_error": "{expected}",
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "at most {le:g}",
-}
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
@@ -255,9 +223,11 @@ def _sentence(problem: Mapping[str, Any]) -> str:
             return f"Expected keys and values, '{key}' among them{got}."
         found = ", it is missing" if context["tag"] == "None" else ""
         return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
-    if kind in _EXPECTED:
-        return f"Expected {_EXPECTED[kind].format(**context)}{got * kind.endswith('_type')}."
-    return f"{problem['msg'].removesuffix('.')}."
+    # pydantic's words, without the classes and the numbers of entries that it tells.
+    words = re.sub(r"\.$| or (instance|object) .*| after validation.*", "", problem["msg"])
+    words = re.sub(r"^Input should be (?=an? )", "Expected ", words.replace("tuple", "list"))
+    words = re.sub(r"^Input should be ", "Expected a value ", words)
+    return f"{words}{got * kind.endswith('_type')}."
 
 
 def _kind(value: Any) -> str:

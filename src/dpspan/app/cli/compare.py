@@ -62,7 +62,7 @@ def compare_command(
 
 
 def _task(settings: dict[str, Config], parts: Parts, to: Path) -> tuple[Task, list[Contender]]:
-    from dpspan.app.config.training import DPSGDSection
+    from dpspan.app.config.sections import DPSGDSection
     from dpspan.app.run.from_config import contender_of, task_of
     from dpspan.mechanisms import DPSGD
     from dpspan.public.warm_start import WarmStart

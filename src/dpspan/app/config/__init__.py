@@ -12,8 +12,14 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpspan.accounting.promises import LARGEST_DELTA
-from dpspan.app.config.models import AnyModel, PatchesSection
-from dpspan.app.config.training import AnyMethod, AnyTrainable, TrainingSection, WarmStartSection
+from dpspan.app.config.sections import (
+    AnyMethod,
+    AnyModel,
+    AnyTrainable,
+    PatchesSection,
+    TrainingSection,
+    WarmStartSection,
+)
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
 from dpspan.app.section import ConfigError as ConfigError
 from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text
@@ -105,7 +111,7 @@ class Config(Section):
     output: OutputSection
 
     @model_validator(mode="after")
-    def _names_exist(self) -> Self:
+    def _public_data_is_known(self) -> Self:
         users = {"method": self.method, "warm_start": self.warm_start, "features": self.features}
         known = ", ".join(self.data.public) or "none"
         for section, user in users.items():
@@ -115,10 +121,6 @@ class Config(Section):
                     f"{section}.public",
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _public_data_is_known(self) -> Self:
         method, name = self.method, getattr(self.method, "public", None)
         if not method.needs_public and self.choose is not None:
             _refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")

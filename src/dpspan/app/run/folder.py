@@ -46,9 +46,9 @@ def locked(path: Path) -> Iterator[None]:
             f"Another process is training in {path}. Wait for it, or choose another folder."
         ) from error
     except OSError as error:
+        reason = error.strerror or error
         raise OSError(
-            f"Cannot write to the folder {path}: {error.strerror or error}. Choose another output "
-            "folder."
+            f"Cannot write to the folder {path}: {reason}. Choose another output folder."
         ) from error
     try:
         for interrupted in path.glob(".*.tmp"):
@@ -60,10 +60,9 @@ def locked(path: Path) -> Iterator[None]:
 
 def is_comparison(path: Path) -> bool:
     """Whether a comparison has begun there; a run of it may be half written."""
-    runs = [
-        run for run in path.glob("*/seed-*/run.json") if not run.with_name("config.yaml").exists()
-    ]
-    return bool(runs or list(path.glob("*/.seed-*"))) or (path / "comparison.json").exists()
+    runs = path.glob("*/seed-*/run.json")  # some may be of `train`, which leaves a config.yaml
+    compared = any(not run.with_name("config.yaml").exists() for run in runs)
+    return compared or any(path.glob("*/.seed-*")) or (path / "comparison.json").exists()
 
 
 class RunFolder:
@@ -193,10 +192,7 @@ class RunFolder:
         budget: Budget | FixedNoise | None,
         paid: Mapping[str, Any] | None = None,
     ) -> Ledger:
-        """A ledger with what was spent before the run begins: here, or on record as `paid`.
-
-        A run that goes on takes its record later, together with its weights.
-        """
+        """With what was spent before the run, here or as `paid`; one that goes on loads later."""
         self.refuse_lost_ledger()
         ledger = Ledger(accountant=accountant)
         spent = read_json(self.ledger) if self.ledger.exists() else paid

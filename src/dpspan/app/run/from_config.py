@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import math
+import operator
+import pickle
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import safetensors.torch
 import torch
 import yaml
 from torch import Tensor, nn
@@ -19,18 +25,28 @@ from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
+from dpspan.app.config.sections import (
+    AnyModel,
+    CheckpointSection,
+    MlpSection,
+    OwnSection,
+    WideResNetSection,
+)
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
 from dpspan.app.section import read_text
-from dpspan.choose import Choice, choose_public
+from dpspan.choose import Choice, ProbeNetwork, choose_public
 from dpspan.engine.sampling import PoissonDraw
+from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
 from dpspan.model.trainable import train_only
+from dpspan.model.validation import fix
 from dpspan.public.data import PublicData
 from dpspan.public.encoding import encode, encode_public
 from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
+from dpspan.support.checks import expect
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.randomness import seeded
 
@@ -95,9 +111,6 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
     )
 
 
-# -- data and model ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a run is made of. The model is at the weights that it starts from."""
@@ -115,12 +128,11 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     A frozen layer is read from the file `features`; without one it is learnt.
     """
     data, device = config.data, device_of(config)
-    private = _load("data.private", data.private, config)
-    public = {name: _load_public(name, config, private) for name in data.public}
-    test = None
-    if data.test is not None:
-        test = _load("data.test", data.test, config, like=private)
-        _check_test(test, private, declared_public=data.test_is_public)
+    private, public = _load("data.private", data.private, config), {}
+    for name, source in data.public.items():
+        read = _load(f"data.public.{name}", source, config, private, public=True)
+        public[name] = PublicData.of(read.tensors, name=name)
+    test = None if data.test is None else _load("data.test", data.test, config, private)
     count = data.records or len(private.dataset)  # stated, or told by the sampling rate
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
     layer = _layer(config, public, device, features)
@@ -135,66 +147,52 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
 
 
 def _load(
-    where: str, source: Source, config: Config, *, like: Loaded | None = None, labelled: bool = True
+    where: str, source: Source, config: Config, private: Loaded | None = None, public: bool = False
 ) -> Loaded:
+    """Read a source; beside the private data, refuse what does not fit them or copies them."""
     loaded = load(source, classes=config.data.classes)
-    if labelled and not loaded.labelled:
+    if not loaded.labelled and not public:
         raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
-    if like is not None and loaded.shape != like.shape:
+    if private is None:
+        return loaded
+    if loaded.shape != private.shape:
         raise ValueError(
-            f"Expected samples of shape {like.shape}, that of the private data, in {where}, got "
+            f"Expected samples of shape {private.shape}, that of the private data, in {where}, got "
             f"{loaded.shape}."
         )
     scaling = source.model_dump(include={"scale", "mean", "std"})
-    if like is not None and scaling != config.data.private.model_dump(include=set(scaling)):
-        _warn(
-            f"{where} and data.private differ in scale, mean or std. If both files hold the same "
-            "kind of numbers, write the same constants in both"
+    if scaling != config.data.private.model_dump(include=set(scaling)):
+        warnings.warn(
+            f"dpspan: {where} and data.private differ in scale, mean or std. If both files hold "
+            "the same kind of numbers, write the same constants in both.",
+            stacklevel=2,
         )
-    return loaded
-
-
-def _load_public(name: str, config: Config, private: Loaded) -> PublicData:
-    source = config.data.public[name]
-    loaded = _load(f"data.public.{name}", source, config, like=private, labelled=False)
     if copies := loaded.copies_of(private):
-        raise ValueError(
-            f"{len(copies)} of the {len(loaded.dataset)} samples of data.public.{name} also occur "
-            f"in the private data (exact copies, e.g. sample {copies[0]}), however the two are "
-            "scaled. If private records got into the public data, give other public data. If these "
-            f"records really are public, remove them from the private data. {_SECRET}"
-        )
-    return PublicData.of(loaded.tensors, name=name)
-
-
-def _check_test(test: Loaded, private: Loaded, *, declared_public: bool) -> None:
-    """What is measured on private records is not public, whatever was declared."""
-    copies = test.copies_of(private)
-    if not copies:
-        return
-    count = f"{len(copies)} of the {len(test.dataset)} samples"
-    found = f"{count} of data.test also occur in the private data"
-    if declared_public:
-        raise ValueError(
-            f"{found} (exact copies, e.g. sample {copies[0]}), so results on them are not public. "
-            "If private records got into the test data, take them out there. If these records "
-            "really are public, or just happen to have the same values, take them out of the "
-            f"private data. Or leave test_is_public out: results are then not shown. {_SECRET}"
-        )
-    _warn(f"{found}: they say nothing about new records, and an audit must not use them. {_SECRET}")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"dpspan: {message.removesuffix('.')}.", stacklevel=2)
+        count = f"{len(copies)} of the {len(loaded.dataset)} samples"
+        found = f"{count} of {where} also occur in the private data"
+        example = f"exact copies, e.g. sample {copies[0]}"
+        if public:
+            raise ValueError(
+                f"{found} ({example}), however the two are scaled. If private records got into the "
+                "public data, give other public data. If these records really are public, remove "
+                f"them from the private data. {_SECRET}"
+            )
+        if config.data.test_is_public:  # what is measured on private records is not
+            raise ValueError(
+                f"{found} ({example}), so results on them are not public. If private records got "
+                "into the test data, take them out there. If these records really are public, or "
+                "just happen to have the same values, take them out of the private data. Or leave "
+                f"test_is_public out: results are then not shown. {_SECRET}"
+            )
+        cure = "they say nothing about new records, and an audit must not use them"
+        warnings.warn(f"dpspan: {found}: {cure}. {_SECRET}", stacklevel=2)
+    return loaded
 
 
 def _layer(
     config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
 ) -> PatchFeatures | None:
-    """The frozen layer, if there is one: kept in a file, or learnt now.
-
-    Learnt again on another machine it would be another one, if only in its last digits and signs.
-    """
+    """The frozen layer, if any: kept, or learnt now. Elsewhere its last digits would be others."""
     section, seed = config.features, config.training.seed
     if section is None:
         return None
@@ -212,15 +210,96 @@ def _layer(
 
 def new_model(config: Config, like: Loaded) -> nn.Module:
     """The model for samples like these with new weights, from torch's generator."""
-    model = config.model.draw(like)
+    model = draw_model(config.model, like)
     if config.trainable is not None:
         model = train_only(model, config.trainable.built())
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            "Expected a model with something to train, got one whose parameters are all frozen: "
-            "unfreeze what is to be trained."
-        )
+        raise ValueError("The model's parameters are all frozen: unfreeze what is to be trained.")
     return model
+
+
+def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
+    """The network for samples like these, with random weights from torch's generator."""
+    if isinstance(section, OwnSection):
+        model: nn.Module = _imported(section.factory)(**section.arguments)
+        expect(isinstance(model, nn.Module), f"{section.factory} to return a torch module", model)
+    elif isinstance(section, MlpSection):
+        model = MLP(math.prod(data.shape), section.hidden, data.classes)
+    elif isinstance(section, WideResNetSection):
+        _image_shape(section.name, data, channels=3)
+        model = WideResNet(depth=section.depth, widen=section.widen, classes=data.classes)
+    elif section.name == "logistic":
+        model = MLP(math.prod(data.shape), (), data.classes)
+    elif section.name == "resnet20":
+        _image_shape(section.name, data, channels=3)
+        model = ResNet20(classes=data.classes)
+    elif section.name == "probe":
+        channels, seed = _image_shape(section.name, data)[0], int(torch.randint(2**31, ()))
+        model = ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
+    else:
+        channels, height, width = _image_shape(section.name, data)
+        if height != width or height < 14:
+            raise ValueError(
+                f"Expected square images of at least 14 × 14 pixels for the model cnn, got "
+                f"{height} × {width}. Resize them, or use mlp or a factory of your own."
+            )
+        model = PaperCNN(classes=data.classes, channels=channels, size=height)
+    if isinstance(section, CheckpointSection):
+        load_weights(model, section.weights)
+    return fix(model) if section.fix else model
+
+
+def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
+    if len(data.shape) != 3 or channels not in (None, data.shape[0]):
+        kind = "images" if channels is None else f"images of {channels} channels"
+        raise ValueError(
+            f"Expected {kind}, shape ({channels or 'channels'}, height, width), for the model "
+            f"{name}, got samples of shape {data.shape}. Use mlp, or a factory of your own."
+        )
+    return data.shape
+
+
+def _imported(reference: str) -> Any:
+    module_name, _, name = reference.partition(":")
+    expect(bool(module_name and name), "a factory such as 'package.module:function'", reference)
+    folder = str(Path.cwd())  # where a command looks for no modules, unlike `python -m`
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
+            f"lie in the folder that dpspan is started in, {folder}."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    try:
+        found = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.") from None
+    expect(callable(found), f"{reference} to be a function or a class", found)
+    return found
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put weights into a model, with nothing executed; ValueError if they do not fit."""
+    if not path.exists():
+        raise FileNotFoundError(f"There are no weights at {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            safetensors.torch.load_model(model, path)  # knows about tied weights
+            return
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        expect(isinstance(loaded, dict), f"a state_dict in {path}", loaded)
+        model.load_state_dict(loaded)
+    except RuntimeError as error:
+        what = f"The weights in {path} do not fit {type(model).__name__}"
+        raise ValueError(f"{what}: {error}") from error
+    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
+            "safetensors."
+        ) from None
 
 
 def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
@@ -246,23 +325,8 @@ def device_of(config: Config) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"Expected device to be auto, cpu or a device that is there, such as cuda:0, got "
-            f"{name!r}."
-        ) from error
-
-
-# -- a task and a contender -------------------------------------------------------------------
-
-
-class Untouched(Dataset[object]):
-    """Stands where private records would be, and refuses to be read."""
-
-    def __getitem__(self, index: int) -> NoReturn:
-        raise RuntimeError("Private records were asked for where none may be used.")
-
-    def __len__(self) -> int:
-        raise RuntimeError("The number of private records was asked for where it may not be used.")
+        what = "device to be auto, cpu or a device that is there, such as cuda:0"
+        raise ValueError(f"Expected {what}, got {name!r}.") from error
 
 
 def task_of(
@@ -304,13 +368,6 @@ def _budget(config: Config) -> Budget | FixedNoise:
     return FixedNoise(noise_multiplier=z, delta=delta)
 
 
-def warm_start_of(config: Config, public: Mapping[str, PublicData]) -> WarmStart | None:
-    """The configuration's, if it has one; each run has a seed of its own."""
-    if (section := config.warm_start) is None:
-        return None
-    return section.build(public[section.public], config.trainable, seed=config.training.seed)
-
-
 def contender_of(
     name: str,
     config: Config,
@@ -326,18 +383,18 @@ def contender_of(
     draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
     steps = training.epochs * draw.steps_per_epoch
     named = getattr(config.method, "public", None) if config.choose is None else chosen
+    start = None
+    if (section := config.warm_start) is not None:
+        start = section.build(public[section.public], config.trainable, seed=training.seed)
     return Contender(
         name=name,
         method=config.method.build(None if named is None else public[named], steps=steps),
         learning_rate=training.optimizer.learning_rate,
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
-        warm_start=warm_start_of(config, public),
+        warm_start=start,
         paid=None if config.choose is None else paid,
     )
-
-
-# -- the choice of public data ----------------------------------------------------------------
 
 
 def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, Any]:

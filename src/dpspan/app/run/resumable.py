@@ -17,6 +17,7 @@ from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import OutputSection
+from dpspan.app.data import optional
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
@@ -84,7 +85,10 @@ class Run:
         """Read the data, train on public ones, and load what an earlier process left."""
         folder, task, training = self.folder, self.task, self.training
         if self._output.tensorboard:
-            self._scalars = _scalars(folder.path)
+            optional("tensorboard", "Files of output.tensorboard", "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
         for sentence in weaknesses(None, task.budget.delta, task.count):
@@ -301,18 +305,6 @@ class Run:
         self._spent()
         about: dict[str, Any] = {"folder": self.folder.path, "delta": self.task.budget.delta}
         return Result(status=status, **about, **vars(self._progress()))
-
-
-def _scalars(folder: Path) -> Any:
-    """A writer for TensorBoard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "output.tensorboard needs the package tensorboard: pip install "
-            "'dpspan[tensorboard]', or set it to false."
-        ) from error
-    return SummaryWriter(str(folder / "tensorboard"))
 
 
 # Runs of other seeds pass through the same values of ε, and PLD takes a while for each.

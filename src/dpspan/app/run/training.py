@@ -186,8 +186,7 @@ class Contender:
         momentum = check_number("momentum", self.momentum)
         expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
         if self.method is None:
-            needed = f"a method or a warm_start for '{self.name}'"
-            expect(self.warm_start is not None, needed, None)
+            expect(self.warm_start is not None, f"a method or a warm_start for '{self.name}'", None)
             return
         if self.learning_rate is None:
             raise ValueError(f"Expected a learning_rate for '{self.name}': pass learning_rate=.")
@@ -345,9 +344,8 @@ class Training:
         return self.loader.epoch if self.steps else 0
 
     def take_steps(self) -> Iterator[bool]:
-        """Train until the end, or for as long as it is asked for; `status` says why it ended.
+        """Train; after each step, whether an epoch or all has ended. `status` says why it did.
 
-        After each step: whether a line of metrics may be due, at the end of an epoch or of all.
         Released weights alone decide whether training has diverged: an error might tell something
         of private records.
         """
@@ -460,9 +458,8 @@ def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
             outputs = model(x)
             if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
                 raise ValueError(
-                    "Expected a classifier, logits (n, classes) and labels (n,), got outputs "
-                    f"{tuple(outputs.shape)} and labels {tuple(y.shape)}: accuracy is what a "
-                    "comparison measures."
+                    "Expected a classifier, whose accuracy can be measured: logits (n, classes) "
+                    f"and labels (n,), got {tuple(outputs.shape)} and {tuple(y.shape)}."
                 )
             losses += float(task.criterion(outputs, y)) * len(y)
             right += float((outputs.argmax(1) == y).sum())

@@ -1,4 +1,4 @@
-"""The sections that say how to train: method, optimizer, schedule, what is trained, warm start."""
+"""The sections that say what is trained and how: model, features, method, optimizer and so on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dpspan.app.section import (
     BelowOne,
     BuiltSection,
     Count,
+    Counts,
+    File,
     NotNegative,
     Positive,
     Section,
@@ -21,6 +23,7 @@ from dpspan.app.section import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -34,6 +37,89 @@ _RULES = {
     "lanczos": "Lanczos",
     "power": "PowerIteration",
 }
+
+
+class ModelSection(Section):
+    """What all models have; `fix` replaces layers that mix samples, BatchNorm for example."""
+
+    fix: bool = False
+
+
+class NetworkSection(ModelSection):
+    """Logistic regression, the papers' small CNN, ResNet-20 with GroupNorm, or GSD's probe."""
+
+    name: Literal["logistic", "cnn", "resnet20", "probe"]
+
+
+class MlpSection(ModelSection):
+    """Fully connected network."""
+
+    name: Literal["mlp"] = "mlp"
+    hidden: Counts = (128,)
+
+
+class WideResNetSection(ModelSection):
+    """Wide ResNet with GroupNorm; WRN-28-4 by default."""
+
+    name: Literal["wide-resnet"] = "wide-resnet"
+    depth: Count = 28
+    widen: Count = 4
+
+
+class OwnSection(ModelSection):
+    """A function or class of the user's, `package.module:name`, called with `arguments`."""
+
+    factory: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class FactorySection(OwnSection):
+    """With the weights that the factory gives it."""
+
+    name: Literal["factory"] = "factory"
+
+
+class CheckpointSection(OwnSection):
+    """With weights from a file: safetensors, or a state_dict that torch saved.
+
+    They must not come from training on the private data: nothing would account for that.
+    """
+
+    name: Literal["checkpoint"] = "checkpoint"
+    weights: File
+
+
+AnyModel = Annotated[
+    NetworkSection | MlpSection | WideResNetSection | FactorySection | CheckpointSection,
+    Field(discriminator="name"),
+]
+
+
+class PatchesSection(Section):
+    """`PatchFeatures` of the public data of that name, whose labels are not used."""
+
+    name: Literal["patches"] = "patches"
+    public: str
+    filters: Count = 1200
+    size: Annotated[Counts, Field(min_length=1)] = (4, 6, 9)
+    grid: Count | Annotated[Counts, Field(min_length=1)] = 2
+    threshold: Annotated[float, Field(ge=0, lt=100)] = 0.25
+    mirror: bool = True
+    power: Annotated[float, Field(gt=0, le=1)] = 0.6
+    directions: Count = 1000
+    whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
+    views: Count = 3
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the layer is learnt with."""
+        keys = set(PatchesSection.model_fields) - {"name", "public"}
+        return self.model_dump(mode="json", include=keys)
+
+    def learn(
+        self, public: dpspan.PublicData, *, seed: int, device: torch.device | str
+    ) -> dpspan.PatchFeatures:
+        return dpspan.PatchFeatures.learn(public, **self.settings, seed=seed, device=device)
 
 
 class MethodSection(BuiltSection):
