@@ -85,10 +85,9 @@ class Loaded:
         return tuple(self.tensors[0].shape[1:])
 
     def copies_of(self, other: Loaded) -> list[int]:
-        """Which samples have the inputs of one of the other's, whatever their labels.
+        """Which samples copy one of the other's, whatever their labels, in the files or scaled.
 
-        Exact copies, in the files or after scaling: two sources of one file that are scaled
-        differently have the first in common, a file and a scaled copy of it the second.
+        Sources of one file may be scaled differently, and a file may hold another one scaled.
         """
         raw, scaled = set(other.raw), set(other._scaled)
         pairs = zip(self.raw, self._scaled, strict=True)
@@ -476,10 +475,10 @@ class HuggingFace(Source):
             rows = opened.with_format("numpy")[:]
             columns = [np.asarray(rows[name]) for name in names]
             labels = None if self.label is None else np.asarray(rows[self.label])
-        inputs = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+        inputs = columns[0]
+        if len(columns) > 1 or (inputs.ndim == 1 and inputs.dtype != object):
+            inputs = np.stack(columns, axis=1)
         is_image = isinstance(opened.features[names[0]], datasets.Image)
-        if inputs.ndim == 1 and inputs.dtype != object:
-            inputs = inputs[:, None]
         return inputs, labels, "channels_last" if is_image and inputs.ndim == 4 else None
 
 

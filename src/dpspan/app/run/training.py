@@ -237,10 +237,7 @@ class Contender:
         if self.learning_rate is not None:
             made = self.build_optimizer([nn.Parameter(torch.zeros(s)) for s in ((2, 2), (2,))])
             expect(isinstance(made, Optimizer), "optimizer to make a torch optimizer", made)
-            groups = [
-                {key: value for key, value in group.items() if key not in _HOW_IT_RUNS}
-                for group in made.param_groups
-            ]
+            groups = [{k: g[k] for k in g if k not in _HOW_IT_RUNS} for g in made.param_groups]
             plain = json.loads(json.dumps(groups, default=repr))
             optimizer = {"name": type(made).__name__, "groups": plain}
         if self.schedule is not None:
