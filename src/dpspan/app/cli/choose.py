@@ -61,7 +61,7 @@ def _rank(settings: Config, rank: int, as_json: bool) -> None:
     from dpspan.app.run.folder import RunFolder
     from dpspan.app.run.from_config import make_parts
     from dpspan.choose import rank_public
-    from dpspan.choose.ranking import LOOKED_AT
+    from dpspan.choose.gsd import LOOKED_AT
 
     if not settings.data.public:
         raise ValueError("There is nothing to rank: name datasets under data.public.")

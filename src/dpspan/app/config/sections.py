@@ -207,7 +207,6 @@ class RGPSection(MethodSection):
     rank: Count = 1
     carriers: Literal["history", "random"] = "history"
     left_only: bool = False
-    full_scale: Positive = 1.0
 
 
 class MirrorDescentSection(MethodSection):
