@@ -35,7 +35,7 @@ from dpspan.app.comparison import (
 )
 from dpspan.app.comparison.compare import folder_of
 from dpspan.app.comparison.results import difference
-from dpspan.app.config.training import StepsSection
+from dpspan.app.config.sections import StepsSection
 from dpspan.app.run import RunFolder
 from dpspan.app.run.folder import locked as run_lock
 from dpspan.app.run.folder import read_lines

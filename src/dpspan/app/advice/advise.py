@@ -15,8 +15,7 @@ from dpspan.accounting.epsilon import Budget, account
 from dpspan.app.advice.results import Advice, Trial, conclude
 from dpspan.app.advice.stand_in import Rehearsal, public_of, rehearsal
 from dpspan.app.run.jobs import workers
-from dpspan.app.run.task import Contender, Task, with_baselines
-from dpspan.app.run.training import Spent, calibrated, rehearse
+from dpspan.app.run.training import Contender, Spent, Task, calibrated, rehearse, with_baselines
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData

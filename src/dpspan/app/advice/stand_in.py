@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from dpspan.app.run.task import Contender, Task
+from dpspan.app.run.training import Contender, Task
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public
 

@@ -38,9 +38,11 @@ def advise_command(
     schedule, with learning rates around its own.
     """
     settings, records = _read(config, records)
+    from torch.utils.data import Dataset
+
     from dpspan.app.advice import RATES, advise, default_contenders
     from dpspan.app.data import load
-    from dpspan.app.run.from_config import Untouched, contender_of, task_of, warm_start_of
+    from dpspan.app.run.from_config import contender_of, task_of
     from dpspan.public.data import PublicData
 
     classes = settings.data.classes
@@ -51,10 +53,11 @@ def advise_command(
     for name in (used, *([] if stand_in is None else [stand_in])):
         if name not in data:
             raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
-    like, none, warm_start = loaded[used], Untouched(), warm_start_of(settings, data)
-    task = task_of(settings, like, none, none, public=data[used], warm_start=warm_start)
     paid = _planned_choice(settings)
     own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
+    none: Dataset[Any] = Dataset()  # in place of private records: neither read nor counted
+    warm: dict[str, Any] = {"public": data[used], "warm_start": own.warm_start}
+    task = task_of(settings, loaded[used], none, none, **warm)
     others = [
         dataclasses.replace(
             c,

@@ -27,9 +27,8 @@ def audit_command(
     from dataclasses import asdict
 
     from dpspan.app.config import load_config
-    from dpspan.app.config.models import load_weights
     from dpspan.app.run.folder import RunFolder
-    from dpspan.app.run.run_inputs import make_parts
+    from dpspan.app.run.from_config import load_weights, make_parts
     from dpspan.audit import membership_inference
 
     folder = RunFolder(run)

@@ -41,8 +41,7 @@ def choose_command(
             "look at a table by --unprivate-rank, which is not private."
         )
     from dpspan.app.run.folder import RunFolder
-    from dpspan.app.run.from_config import chosen_public
-    from dpspan.app.run.run_inputs import make_parts
+    from dpspan.app.run.from_config import chosen_public, make_parts
 
     folder = RunFolder(settings.output.folder)
     with folder.locked():
@@ -60,7 +59,7 @@ def _rank(settings: Config, rank: int, as_json: bool) -> None:
     from torch import nn
 
     from dpspan.app.run.folder import RunFolder
-    from dpspan.app.run.run_inputs import make_parts
+    from dpspan.app.run.from_config import make_parts
     from dpspan.choose import rank_public
     from dpspan.choose.gsd import LOOKED_AT
 

@@ -13,8 +13,8 @@ from dpspan.app.cli.app import Json, Quiet, app, err, out, print_json, say
 
 if TYPE_CHECKING:
     from dpspan.app.config import Config
-    from dpspan.app.run.run_inputs import Parts
-    from dpspan.app.run.task import Contender, Task
+    from dpspan.app.run.from_config import Parts
+    from dpspan.app.run.training import Contender, Task
 
 _SHARED = ("data", "features", "model", "trainable", "budget")
 _SHARED_TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
@@ -62,7 +62,7 @@ def compare_command(
 
 
 def _task(settings: dict[str, Config], parts: Parts, to: Path) -> tuple[Task, list[Contender]]:
-    from dpspan.app.config.methods import DPSGDSection
+    from dpspan.app.config.sections import DPSGDSection
     from dpspan.app.run.from_config import contender_of, task_of
     from dpspan.mechanisms import DPSGD
     from dpspan.public.warm_start import WarmStart
@@ -124,7 +124,7 @@ def _parts(config: Config, to: Path) -> Parts:
     """What all rows share; a frozen layer is learnt once for the folder."""
     from dpspan.app.comparison.compare import locked
     from dpspan.app.run.folder import RunFolder, is_comparison
-    from dpspan.app.run.run_inputs import make_parts
+    from dpspan.app.run.from_config import make_parts
 
     if config.features is None:
         return make_parts(config)

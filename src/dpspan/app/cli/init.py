@@ -102,7 +102,7 @@ def _source(path: Path, label: str | None, part: str) -> _Keys:
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import array_names
+    from dpspan.app.data import array_names
 
     names = array_names(path)
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
@@ -116,7 +116,7 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
 
 
 def _csv(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import is_number, read_csv
+    from dpspan.app.data import is_number, read_csv
 
     [(_, names)] = read_csv(path, most=1)
     measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
@@ -129,7 +129,7 @@ def _csv(path: Path, label: str | None, part: str) -> _Keys:
 
 
 def _parquet(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import open_parquet
+    from dpspan.app.data import open_parquet
 
     return _columns(path, open_parquet(path).schema_arrow.names, label)
 

@@ -24,7 +24,7 @@ from dpspan.app.run import folder as run_folder
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.jobs import workers
 from dpspan.app.run.resumable import Run
-from dpspan.app.run.task import PUBLIC_ONLY, Contender, Task, with_baselines
+from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, with_baselines
 from dpspan.support.checks import check_count, expect
 from dpspan.support.processes import refuse_several_processes
 
