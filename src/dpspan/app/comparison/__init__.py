@@ -1,6 +1,7 @@
-"""`compare`: every contender with every seed, each run in a folder of its own.
+"""The same budget through several methods and seeds, beside the baselines that cost nothing.
 
-A finished run is never repeated: that would be one more release. One that was interrupted goes on.
+Every run has a folder of its own. A finished one is never repeated: that would be one more release.
+One that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json
-from dpspan.app.comparison.results import Comparison, Result, Row
+from dpspan.app.comparison.results import Comparison, Result, Row, ending, verdicts
 from dpspan.app.run import folder as run_folder
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.jobs import workers
@@ -27,8 +29,9 @@ from dpspan.app.run.resumable import Run
 from dpspan.app.run.task import PUBLIC_ONLY, Contender, Task, with_baselines
 from dpspan.support.checks import check_count, expect
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.strict_json import plain
 
-Job = tuple[Task, Contender, int, RunFolder]
+__all__ = ["Comparison", "Contender", "Task", "compare", "verdicts"]
 
 _LINES = 10  # of metrics, about, in a run
 _SUMMARY = ("certificate.json", "comparison.json", "comparison.png", "metrics.jsonl")
@@ -104,7 +107,7 @@ def compare(
         with workers(processes, console, "comparing", total=len(runs), done=done) as run_all:
             run_all(train, missing)
         comparison = _collected(task, budget, everyone, seeds, out)
-        (out / "comparison.json").write_text(comparison.to_json() + "\n", encoding="utf-8")
+        RunFolder(out).write_json(out / "comparison.json", comparison.to_dict())
     return comparison
 
 
@@ -150,21 +153,18 @@ def remove_summary(out: Path) -> None:
 def _settings(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
     """What makes two runs the same, as it looks after a way through JSON; public things only."""
     assert isinstance(task.budget, Budget)
-    settings = {
-        **contender.describe(),
-        "seed": seed,
-        "epsilon": task.budget.epsilon,
-        "delta": task.budget.delta,
-        "epochs": task.epochs,
-        "batch_size": task.batch_size,
-        "records": task.records,
-        "accountant": task.accountant,
-        "criterion": str(task.criterion),
-        "metric": task.metric("accuracy"),
-        "about": task.about,
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
+    shared = ("epochs", "batch_size", "records", "accountant", "about")
+    settings: dict[str, Any] = plain(
+        {
+            **contender.describe(),
+            "seed": seed,
+            **asdict(task.budget),
+            **{name: getattr(task, name) for name in shared},
+            "criterion": str(task.criterion),
+            "metric": task.metric("accuracy"),
+        }
+    )
+    return settings
 
 
 def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> bool:
@@ -193,7 +193,7 @@ def _collected(
         results = []
         for seed in seeds:
             run = RunFolder(folder_of(out, contender.name, seed))
-            metrics = read_lines(run.metrics)
+            metrics, facts = read_lines(run.metrics), read_json(run.run)
             lines += [{"run": contender.name, "seed": seed, **line} for line in metrics]
             results.append(
                 Result(
@@ -201,7 +201,8 @@ def _collected(
                     epsilon=float(read_json(run.certificate)["epsilon"]),
                     value=metrics[-1][metric],
                     folder=str(run.path.relative_to(out)),
-                    diverged=read_json(run.run)["diverged"],
+                    status=ending(facts),
+                    diverged=facts["diverged"],
                 )
             )
         method = contender.method
