@@ -91,6 +91,8 @@ def test_a_comparison_that_0_1_made_counts_as_done(place: Path) -> None:
     assert len(models) == 3
     again = compare(task(), [PLAIN], out=out, seeds=(0,))
     after = json.loads(json.dumps(again.to_dict()))
+    ended = [result.pop("status") for row in after["rows"] for result in row["results"]]
+    assert ended == ["finished"] * 3  # which 0.1 did not write down
     together = after.pop("epsilon_together"), before.pop("epsilon_together")
     assert together[0] == pytest.approx(together[1], rel=1e-9)  # another scipy adds up otherwise
     assert after == before

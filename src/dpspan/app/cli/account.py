@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dpspan
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
 from dpspan.app.cli.app import Json, Quiet, answer, app
 from dpspan.support.checks import check_count, expect
@@ -86,8 +87,7 @@ def _row(
     accountant: str,
 ) -> dict[str, Any]:
     """One setting; that of ε, noise multiplier and epochs which is None is computed."""
-    from dpspan.accounting.calibration import calibrate
-    from dpspan.accounting.epsilon import Budget, account
+    from dpspan.accounting.epsilon import account
     from dpspan.accounting.events import step_event
 
     an_epoch = max(1, round(1 / q))
@@ -96,7 +96,7 @@ def _row(
     if z is None:
         assert epsilon is not None
         assert epochs is not None
-        z = calibrate(epsilon, delta, q, epochs * an_epoch, accountant=accountant)
+        z = dpspan.calibrate(epsilon, delta, q, epochs * an_epoch, accountant=accountant)
     event = step_event(z, q)
 
     def priced(epochs: int) -> Spending:
@@ -104,7 +104,7 @@ def _row(
 
     if epochs is None:
         assert epsilon is not None
-        most = Budget(epsilon=epsilon, delta=delta).epsilon
+        most = dpspan.Budget(epsilon=epsilon, delta=delta).epsilon
         epochs = _largest(lambda epochs: priced(epochs).epsilon <= most)
     spending = priced(epochs)
     return {

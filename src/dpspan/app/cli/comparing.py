@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dpspan
 from dpspan.app.cli.app import Json, Quiet, answer, app, console
 
 if TYPE_CHECKING:
@@ -95,8 +96,6 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
 def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]:
     from dpspan.app.config.methods import DPSGDSection
     from dpspan.app.run.from_config import contender_of, task_of
-    from dpspan.mechanisms import DPSGD
-    from dpspan.public.warm_start import WarmStart
 
     parts, chosen, paid = _inputs(settings, to)
     first, private = next(iter(settings.values())), parts.private
@@ -106,8 +105,8 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         for name, config in settings.items()
     ]
     starts = [c.warm_start for c in contenders if c.warm_start is not None]
-    starts += [WarmStart(data=data) for data in parts.public.values() if data.labelled]
-    if not any(isinstance(contender.method, DPSGD) for contender in contenders):
+    starts += [dpspan.WarmStart(data=data) for data in parts.public.values() if data.labelled]
+    if not any(isinstance(contender.method, dpspan.DPSGD) for contender in contenders):
         section = DPSGDSection(clip=first.method.clip, clipping=first.method.clipping)
         method = section.build(None, steps=1)
         like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
@@ -172,15 +171,13 @@ def advise_command(
     """
     settings, records = _advisable(config, records)
     from dpspan.accounting.events import pure_event
-    from dpspan.accounting.ledger import Ledger
     from dpspan.app.advice import RATES, advise, default_contenders
     from dpspan.app.data import load
     from dpspan.app.run.from_config import Untouched, contender_of, task_of, warm_start_of
-    from dpspan.public.data import PublicData
 
     classes = settings.data.classes
     loaded = {name: load(each, classes=classes) for name, each in settings.data.public.items()}
-    data = {name: PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
+    data = {name: dpspan.PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
     start = None if settings.warm_start is None else settings.warm_start.public
     used = public or getattr(settings.method, "public", None) or start or next(iter(data))
     for name in (used, *([] if stand_in is None else [stand_in])):
@@ -190,7 +187,7 @@ def advise_command(
     task = task_of(settings, like, none, none, public=data[used], warm_start=warm_start)
     paid = None
     if settings.choose is not None:  # the record of what it will cost
-        ledger = Ledger()
+        ledger = dpspan.Ledger()
         ledger.charge(pure_event(settings.choose.epsilon))
         paid = ledger.state_dict()
     own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)

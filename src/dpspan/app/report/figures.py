@@ -50,7 +50,7 @@ def pictures(
 
 def _curves(groups: Groups, drawn: Groups, x: str, y: str) -> Any:
     """A line for each group that is drawn; None if none has more than a point."""
-    curves = {name: mean_curve(runs, x, y) for name, runs in drawn.items()}
+    curves = {name: _mean_curve(runs, x, y) for name, runs in drawn.items()}
     if not any(len(curve) > 1 for curve in curves.values()):
         return None
     axis = _axis()
@@ -67,7 +67,7 @@ def _curves(groups: Groups, drawn: Groups, x: str, y: str) -> Any:
     return axis
 
 
-def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
+def _mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
     """The mean over runs at each point that all of them have."""
     curves = [[(float(line[x]), value) for line, value in run.curve(y)] for run in runs]
     return [
@@ -120,42 +120,35 @@ def _noise_parts(groups: Groups) -> Any:
     parts = {name: runs[0].noise for name, runs in groups.items() if runs[0].noise}
     if sum(map(len, parts.values())) < 2:  # one bar says nothing
         return None
-    axis = _axis(height=0.9 + 0.42 * len(parts))
-    high = 0.8 / max(map(len, parts.values()))
-    for number, kind in enumerate(dict.fromkeys(itertools.chain(*parts.values()))):
-        bars = {
-            row + (list(lengths).index(kind) - (len(lengths) - 1) / 2) * high: lengths[kind]
-            for row, lengths in enumerate(parts.values())
-            if kind in lengths
-        }
-        _bars(axis, bars, kind, number, height=high, digits=0)
-    _name_rows(axis, parts)
+    axis = _bars(parts, height=0.9 + 0.42 * len(parts), digits=0)
     axis.margins(x=0.15)
     axis.set_xlabel("length of the noise in one step")
     return axis
 
 
 def _nearness(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """GSD and captured energy of the candidates."""
-    axis = _axis(height=0.8 + 0.5 * len(rows))
-    shown = (("gsd", "GSD (smaller is closer)", 0), ("captured_energy", "captured energy", 2))
-    for shift, (key, name, colour) in zip((-0.2, 0.2), shown, strict=True):
-        bars = {index + shift: row[key] for index, row in enumerate(rows)}
-        _bars(axis, bars, name, colour, height=0.38, digits=2)
-    _name_rows(axis, [row["name"] for row in rows])
+    shown = {"gsd": "GSD (smaller is closer)", "captured_energy": "captured energy"}
+    near = {row["name"]: {text: row[key] for key, text in shown.items()} for row in rows}
+    axis = _bars(near, height=0.8 + 0.5 * len(rows), digits=2)
     axis.set_xlim(0, 1.1)
     return axis
 
 
-def _bars(
-    axis: Any, bars: Mapping[float, float], name: str, colour: int, *, height: float, digits: int
-) -> None:
-    """Horizontal bars at their places, each with its value."""
-    paint = _COLOURS[colour % len(_COLOURS)]
-    drawn = axis.barh(list(bars), list(bars.values()), height, color=paint, label=name)
-    texts = [f"{value:.{digits}f}" for value in bars.values()]
-    axis.bar_label(drawn, texts, padding=2, fontsize=8)
+def _bars(rows: Mapping[str, Mapping[str, float]], *, height: float, digits: int) -> Any:
+    """Horizontal bars with their values, in each row one for each kind that it has."""
+    axis, high = _axis(height), 0.8 / max(map(len, rows.values()))
+    for number, kind in enumerate(dict.fromkeys(itertools.chain(*rows.values()))):
+        bars = {
+            row + (list(values).index(kind) - (len(values) - 1) / 2) * high: values[kind]
+            for row, values in enumerate(rows.values())
+            if kind in values
+        }
+        colour = _COLOURS[number % len(_COLOURS)]
+        drawn = axis.barh(list(bars), list(bars.values()), high, color=colour, label=kind)
+        axis.bar_label(drawn, fmt=f"%.{digits}f", padding=2, fontsize=8)
     axis.grid(axis="y", visible=False)
+    _name_rows(axis, rows)
+    return axis
 
 
 def _name_rows(axis: Any, names: Iterable[str]) -> None:

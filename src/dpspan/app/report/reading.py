@@ -107,7 +107,7 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
         return value if include_unprivate else without_unprivate(value)
 
     runs: list[Run] = []
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = dict.fromkeys(("comparison", "candidates", "choice"))
     certificates: dict[Path, dict[str, Any]] = {}
     ledgers: dict[Path, dict[str, Any]] = {}
     for folder in folders:
@@ -127,19 +127,14 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
                 runs.append(_run(RunFolder(path), certificate, shown))
         for file in folder.rglob("ledger.json"):
             ledgers[file.parent.resolve()] = _ledger(file)
-        for name in ("comparison", "candidates", "choice"):
-            if name not in extras and (folder / f"{name}.json").exists():
+        for name, known in extras.items():
+            if known is None and (folder / f"{name}.json").exists():
                 extras[name] = shown(read_json(folder / f"{name}.json"))
-    comparison = extras.get("comparison")
-    order = [row["name"] for row in comparison["rows"]] if comparison else []
+    order = [row["name"] for row in (extras["comparison"] or {"rows": []})["rows"]]
     runs.sort(key=lambda run: order.index(run.name) if run.name in order else len(order))
-    return Found(
-        runs=runs,
-        together=total(certificates, ledgers),
-        comparison=comparison if len(folders) == 1 else None,
-        candidates=extras.get("candidates"),
-        choice=extras.get("choice"),
-    )
+    if len(folders) > 1:  # it is about some of the runs only
+        extras["comparison"] = None
+    return Found(runs=runs, together=total(certificates, ledgers), **extras)
 
 
 def without_unprivate(value: Any) -> Any:
