@@ -103,9 +103,12 @@ def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: An
         with torch.no_grad():
             gradients = capture.collect(scale=n)
             mechanism.prepare(capture)
-            released = mechanism.release(mechanism.clipped_sum(gradients), generator, noise)
-            for name, value in mechanism.gradient(released).items():
-                parameters[name].grad = value.div_(n).to(parameters[name].dtype)
+            total = mechanism.clipped_sum(gradients)
+            del gradients  # as the engine does
+            gradient = mechanism.gradient(mechanism.release(total, generator, noise))
+            torch._foreach_div_(list(gradient.values()), n)
+            for name, value in gradient.items():
+                parameters[name].grad = value.to(parameters[name].dtype)
         optimizer.step()
 
     return Contender(step)

@@ -47,7 +47,7 @@ class Traffic(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not _moves_nothing(func):
+        if not moves_nothing(func):
             written = sum(map(_size, _tensors(result)))
             read = [_size(tensor) for tensor in _tensors((args, kwargs))]
             name = func._schema.name
@@ -64,7 +64,7 @@ PICKING = {"aten::index", "aten::index_select", "aten::gather", "aten::embedding
 NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
 
 
-def _moves_nothing(func: Any) -> bool:
+def moves_nothing(func: Any) -> bool:
     """Views and uninitialised memory."""
     schema = func._schema
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,7 +183,9 @@ def test_no_residual_is_longer_than_its_bound(
     assert sum(count for count, _ in found) == 0
 
 
-def test_products_are_precise_under_tf32() -> None:
+@pytest.mark.parametrize("split", [True, False])
+def test_products_are_precise_under_tf32(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+    monkeypatch.setattr(numerics, "_SPLIT_FROM", 0 if split else math.inf)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(0)
     torch.set_default_device("cuda")

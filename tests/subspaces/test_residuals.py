@@ -68,10 +68,13 @@ def test_products_are_precise_whatever_torch_is_set_to(setting: str) -> None:
         assert float((value - exact).abs().max()) <= 502 * 2.0**-24 * 500
 
 
-def test_products_of_halves_are_as_precise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [1, 3, 100])
+def test_products_of_halves_are_as_precise(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """The way that a GPU takes under TF32, in blocks of terms; here its factors are not rounded."""
     monkeypatch.setattr(numerics, "_splits", lambda x, arithmetic: True)
     monkeypatch.setattr(numerics, "_EXACT_TERMS", 64)
+    monkeypatch.setattr(numerics, "_SPLIT_FROM", 0)
+    monkeypatch.setattr(numerics, "_PRODUCTS", together * 900)  # blocks of the largest product
     g = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(*size, generator=g) for size in ((30, 500), (500, 20), (30, 20)))
     x, y, z = a.double(), b.double(), c.double()

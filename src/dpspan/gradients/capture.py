@@ -347,10 +347,10 @@ class Capture:
         # The first trainable layer: nothing before it needs a gradient, so nothing else would
         # ask autograd for the gradient of its output. And a hook on a view (a linear layer's
         # output, of sequences) is lost when what follows works in place on it.
-        anchor = self._anchors.setdefault(
-            output.device, torch.zeros((), device=output.device, requires_grad=True)
-        )
-        tapped: Tensor = _Tap.apply(anchor, output, heard)  # type: ignore[no-untyped-call]
+        if output.device not in self._anchors:
+            anchor = torch.zeros((), device=output.device, requires_grad=True)
+            self._anchors[output.device] = anchor
+        tapped: Tensor = _Tap.apply(self._anchors[output.device], output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
     def add(self, path: str, own: str, term: Term, folds: int = 1) -> None:

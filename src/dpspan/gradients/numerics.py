@@ -10,7 +10,8 @@ hardware rounds to relative precision r first (TF32, bfloat16; r = 0 when they e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ _LOW_BITS = 13  # of a float32, that TF32 does not have
 # Tensor cores round sums towards zero, which adds up: 7·10⁻⁹ of the sum for each term of one sign,
 # as measured on an H200. Between blocks of so many terms sums are rounded to the nearest.
 _EXACT_TERMS = 2048
+# Splitting moves every number several times, and saves half of the time of the multiplications: an
+# H200 gains by it from about so many multiplications per number on.
+_SPLIT_FROM = 256
+_PRODUCTS = 2**26  # numbers in the products of blocks that are made at a time
 _SYMMETRIC_BLOCK = 512
 _BLOCK = 256  # squares summed in working precision before float64 takes over
 
@@ -106,8 +111,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b as precise as IEEE float32, also where torch would round the factors.
 
     Differences of long vectors, and eigenvalues far below the largest, need it. On a GPU with TF32
-    each factor is split in two that TF32 takes as they are: three products, still several times as
-    fast as one in IEEE float32.
+    the factors of a large product are split in two each that TF32 takes as they are: three
+    products, still faster than one in IEEE float32.
     """
     return _plus_product(None, a, b, 1.0)
 
@@ -121,31 +126,55 @@ def _plus_product(c: Tensor | None, a: Tensor, b: Tensor, sign: float) -> Tensor
     def first(left: Tensor, right: Tensor) -> Tensor:
         return left @ right if c is None else torch.addmm(c, left, right, alpha=sign)
 
-    if not _splits(a, Arithmetic.of(a)):
+    if not _splits(a, Arithmetic.of(a)) or not _pays(len(a), len(b), b.shape[1]):
         with ieee(a):
             return first(a, b)
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     total = first(a_high, b_low).addmm_(a_low, b_high, alpha=sign)
-    for pair in zip(a_high.split(_EXACT_TERMS, dim=1), b_high.split(_EXACT_TERMS), strict=True):
-        total.addmm_(*pair, alpha=sign)
+    lefts, rights = _in_blocks(a_high, b.shape[1]), _in_blocks(b_high.T, len(a))
+    for left, right in zip(lefts, rights, strict=True):
+        if len(left) == 1:  # without a copy of what may be large
+            total.addmm_(left[0], right[0].T, alpha=sign)
+        else:
+            total.add_(torch.bmm(left, right.mT).sum(0), alpha=sign)
     return total
 
 
 def square_product(x: Tensor) -> Tensor:
     """x xᵀ in the same precision, of which one half is computed where it is large."""
-    if not _splits(x, Arithmetic.of(x)):
+    if not _splits(x, Arithmetic.of(x)) or not _pays(len(x), x.shape[1], len(x)):
         with ieee(x):
             return _symmetric(x)
     high, low = _halves(x)
     mixed = high @ low.T
     total = mixed + mixed.T
-    for block in high.split(_EXACT_TERMS, dim=1):
-        total += _symmetric(block)
+    for blocks in _in_blocks(high, len(x)):
+        total += _symmetric(blocks).sum(0)
     return total
+
+
+def _in_blocks(x: Tensor, others: int) -> Iterator[Tensor]:
+    """The columns of x (n, d) by blocks of few enough terms, (blocks, n, terms).
+
+    As many blocks at a time as their products with `others` rows have memory for: each time is one
+    launch, however long the rows are.
+    """
+    whole = x.shape[1] // _EXACT_TERMS * _EXACT_TERMS
+    together = max(1, _PRODUCTS // max(1, len(x) * others))
+    if whole:
+        yield from x[:, :whole].unflatten(1, (-1, _EXACT_TERMS)).transpose(0, 1).split(together)
+    if whole < x.shape[1]:
+        yield x[:, whole:].unsqueeze(0)
 
 
 def _splits(x: Tensor, arithmetic: Arithmetic) -> bool:
     return x.is_cuda and arithmetic.factor == _TF32
+
+
+def _pays(rows: int, terms: int, columns: int) -> bool:
+    """Whether a product is large enough to split: by multiplications per number that is moved."""
+    moved = rows * terms + terms * columns + rows * columns
+    return rows * terms * columns > _SPLIT_FROM * moved
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,15 +187,15 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _symmetric(x: Tensor) -> Tensor:
-    n = x.shape[0]
+    """x xᵀ for x (…, n, d)."""
+    n = x.shape[-2]
     if n < 2 * _SYMMETRIC_BLOCK:
-        return x @ x.T
-    half = n // 2
-    first, second = x[:half], x[half:]
-    corner = first @ second.T
-    upper = torch.cat([_symmetric(first), corner], dim=1)
-    lower = torch.cat([corner.T, _symmetric(second)], dim=1)
-    return torch.cat([upper, lower])
+        return x @ x.mT
+    first, second = x.split([n // 2, n - n // 2], dim=-2)
+    corner = first @ second.mT
+    upper = torch.cat([_symmetric(first), corner], dim=-1)
+    lower = torch.cat([corner.mT, _symmetric(second)], dim=-1)
+    return torch.cat([upper, lower], dim=-2)
 
 
 @contextlib.contextmanager
@@ -203,20 +232,38 @@ def full_precision(x: Tensor) -> Tensor:
 def squared_norms(rows: Tensor) -> Tensor:
     """Squared norm of each row (over all dimensions but the first), float64.
 
-    Blocks of 256 squares are summed in working precision and the blocks in float64, so the
+    Blocks of at most 256 squares are summed in working precision and the blocks in float64, so the
     relative error is at most `Arithmetic.norm`, however long the row is.
     """
-    flat = full_precision(rows).flatten(1)
-    rest = flat.shape[1] % _BLOCK
-    whole = flat.shape[1] - rest
-    parts = []
-    if whole:
-        blocks = flat[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
-        parts.append(torch.linalg.vector_norm(blocks, dim=2).double().square().sum(1))
-    if rest or not whole:
-        parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square())
-    total: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return total + underflow(flat, flat.shape[1])
+    return squared_norms_of([rows])[0]
+
+
+def squared_norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The same for several tensors of as many rows, (tensors, rows): in few launches."""
+    flats = [full_precision(rows).flatten(1) for rows in tensors]
+    widths = [flat.shape[1] for flat in flats]
+    by_block = [torch.linalg.vector_norm(_in_blocks_of_squares(flat), dim=2) for flat in flats]
+    squares = torch.cat(by_block, dim=1).double().square_()
+    sums = [part.sum(1) for part in squares.split([part.shape[1] for part in by_block], dim=1)]
+    return torch.stack(sums).add_(underflow(flats[0], max(widths)))
+
+
+def _in_blocks_of_squares(flat: Tensor) -> Tensor:
+    """(n, d) as (n, blocks, at most 256); with zeros at the end where d has no such divisor."""
+    width = flat.shape[1]
+    block = _divisor(width)
+    if width % block:
+        flat = torch.nn.functional.pad(flat, (0, -width % block))
+    blocks: Tensor = flat.unflatten(1, (-1, block))
+    return blocks
+
+
+@functools.cache
+def _divisor(width: int) -> int:
+    """How long blocks are: a divisor, if there is a large one."""
+    if width <= _BLOCK:
+        return max(width, 1)
+    return next((b for b in range(_BLOCK, _BLOCK // 8, -1) if width % b == 0), _BLOCK)
 
 
 def underflow(x: Tensor, squares: int) -> float:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpspan.gradients.layers.linear import Outer
+from dpspan.gradients.layers.linear import Outer, ghost_norms
 from dpspan.gradients.layers.pairs import inner
 from dpspan.gradients.layers.terms import Rows, Sum, Term, stacked
 from dpspan.gradients.numerics import Arithmetic, bounds, full_precision, plain_arithmetic
@@ -161,10 +161,11 @@ class PerSampleGradients:
                 f"got {tuple(weights.shape)}."
             )
         weights = (weights * self.scale).to(self.like)
-        weights = weights.masked_fill(~usable_weights(weights), 0.0)
-        dropped: Tensor | None = weights == 0
+        unused = ~usable_weights(weights)
+        weights = weights.masked_fill(unused, 0.0)
+        dropped: Tensor | None = unused
         # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.
-        if finite or (weights.device.type == "cpu" and not bool((weights == 0).any())):
+        if finite or (weights.device.type == "cpu" and not bool(unused.any())):
             dropped = None
         sums: dict[str, Tensor] = {}
         for names, pack in self.packs.items():
@@ -229,7 +230,11 @@ class PerSampleGradients:
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
         arithmetic = Arithmetic.of(self.like)
-        parts = [pack.term.squared_norms(arithmetic) for pack in self.packs.values()]
+        terms = [pack.term for pack in self.packs.values()]
+        outers = [term for term in terms if isinstance(term, Outer)]
+        others = [term for term in terms if not isinstance(term, Outer)]
+        parts = ghost_norms(outers, arithmetic)
+        parts += [term.squared_norms(arithmetic) for term in others]
         if not parts:
             zero = torch.zeros(self.samples, dtype=torch.float64, device=self.device)
             return zero, zero
@@ -293,7 +298,8 @@ class PerSampleGradients:
 
 def usable_weights(weights: Tensor) -> Tensor:
     """Which weights `combine` uses: a subnormal one is rounded coarsely, possibly up."""
-    return weights.isfinite() & (weights.abs() >= torch.finfo(weights.dtype).tiny)
+    limits, sizes = torch.finfo(weights.dtype), weights.abs()
+    return (sizes >= limits.tiny) & (sizes <= limits.max)  # neither for NaN
 
 
 def _total(terms: Sequence[Term]) -> Term:

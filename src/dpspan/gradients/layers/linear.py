@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from dpspan.gradients.numerics import (
     SquaredNorms,
     full_precision,
     squared_norms,
+    squared_norms_of,
     underflow,
 )
 
@@ -50,31 +51,7 @@ class Outer(Factored):
         return Outer(self.a.double(), self.b.double())
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
-        """Ghost norm: Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩, which for T = 1 is ‖a‖²‖b‖²."""
-        steps = self.depth
-        if steps == 1:
-            value = self.magnitudes()
-            return SquaredNorms(value, value, 2 * arithmetic.norm, 0.0, arithmetic.summand)
-        # An entry of the Gram matrices below can lose d squares by underflow.
-        lost_a, lost_b = (underflow(k, steps * k.shape[2]) for k in (self.a, self.b))
-        values, magnitudes = [], []
-        for start, stop in blocks(self.samples, 2 * steps * steps, self.a):
-            a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
-            aa, bb = torch.bmm(a, a.transpose(1, 2)), torch.bmm(b, b.transpose(1, 2))
-            na, nb = (k.diagonal(dim1=1, dim2=2).sum(1).double() for k in (aa, bb))
-            magnitude = (na + lost_a) * (nb + lost_b)
-            magnitudes.append(magnitude)
-            value = aa.mul_(bb).sum(2).double().sum(1)
-            values.append(value + (magnitude - na * nb))
-        # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
-        error = arithmetic.product(self.a.shape[2]) + arithmetic.product(self.b.shape[2])
-        return SquaredNorms(
-            joined(values).clamp(min=0),
-            joined(magnitudes) * (1 + 2 * error),
-            0.0,
-            error + (2 * steps + 4) * arithmetic.unit,
-            arithmetic.summand,
-        )
+        return ghost_norms([self], arithmetic)[0]
 
     def magnitudes(self) -> Tensor:
         return squared_norms(self.a) * squared_norms(self.b)
@@ -114,6 +91,50 @@ class Outer(Factored):
         a, b = full_precision(self.a), full_precision(self.b)
         left_image = torch.bmm(b.transpose(1, 2), a @ right.T)
         return left_image, torch.bmm((b @ left).transpose(1, 2), a)
+
+
+def ghost_norms(terms: Sequence[Outer], arithmetic: Arithmetic) -> list[SquaredNorms]:
+    """Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩ of each term, which for T = 1 is ‖a‖²‖b‖².
+
+    All of them at once: what is done with numbers per sample is done for all layers together.
+    """
+    single = [term for term in terms if term.depth == 1]
+    several = [term for term in terms if term.depth != 1]
+    found = {}
+    if single:
+        squares = squared_norms_of([x for term in single for x in (term.a, term.b)])
+        for term, value in zip(single, squares[::2] * squares[1::2], strict=True):
+            error = 2 * arithmetic.norm
+            found[id(term)] = SquaredNorms(value, value, error, 0.0, arithmetic.summand)
+    if several:
+        parts = [part for term in several for part in _gram_sums(term)]
+        value, na, nb = torch.stack(parts).unflatten(0, (-1, 3)).unbind(1)
+        # An entry of the Gram matrices can lose d squares by underflow.
+        lost = max(underflow(x, x.shape[1:].numel()) for term in several for x in (term.a, term.b))
+        magnitude = (na + lost) * (nb + lost)
+        value = (value + (magnitude - na * nb)).clamp_(min=0)
+        # |error| ≤ (…)·Σ_ts ‖a_t‖‖a_s‖‖b_t‖‖b_s‖ ≤ (…)·‖A‖²‖B‖²
+        errors = [
+            arithmetic.product(term.a.shape[2]) + arithmetic.product(term.b.shape[2])
+            for term in several
+        ]
+        magnitude *= 1 + 2 * max(errors)
+        for term, error, own, relative_to in zip(several, errors, value, magnitude, strict=True):
+            error += (2 * term.depth + 4) * arithmetic.unit
+            found[id(term)] = SquaredNorms(own, relative_to, 0.0, error, arithmetic.summand)
+    return [found[id(term)] for term in terms]
+
+
+def _gram_sums(term: Outer) -> tuple[Tensor, Tensor, Tensor]:
+    """Of A Aᵀ ∘ B Bᵀ, A Aᵀ and B Bᵀ, each T × T: the sum of the first, the traces of the others."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for start, stop in blocks(term.samples, 2 * term.depth**2, term.a):
+        a, b = full_precision(term.a[start:stop]), full_precision(term.b[start:stop])
+        aa, bb = torch.bmm(a, a.transpose(1, 2)), torch.bmm(b, b.transpose(1, 2))
+        na, nb = (k.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64) for k in (aa, bb))
+        parts.append((aa.mul_(bb).sum(2).sum(1, dtype=torch.float64), na, nb))
+    value, na, nb = (joined(each) for each in zip(*parts, strict=True))
+    return value, na, nb
 
 
 def as_sequence(x: Tensor) -> Tensor:
