@@ -302,9 +302,6 @@ def _part(data: PublicData, indices: Any) -> TensorDataset:
     return TensorDataset(inputs, labels)
 
 
-# -- what it says, and how sure it is --------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One contender at its best learning rate, on every fold but the one that found the rate."""

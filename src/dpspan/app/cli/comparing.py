@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,6 @@ from dpspan.app.cli.app import Json, Quiet, answer, app, console
 
 if TYPE_CHECKING:
     from dpspan.app.config import Config
-    from dpspan.app.run.run_inputs import Parts
     from dpspan.app.run.task import Contender, Task
 
 _TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
@@ -94,11 +92,31 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
 
 
 def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]:
+    """A frozen layer is learnt, and a choice among public data is made, once for the folder."""
+    from dpspan.app.comparison import locked, remove_summary
     from dpspan.app.config.methods import DPSGDSection
-    from dpspan.app.run.from_config import contender_of, task_of
+    from dpspan.app.run.folder import RunFolder, is_comparison, read_json
+    from dpspan.app.run.from_config import chosen_public, contender_of, task_of
+    from dpspan.app.run.run_inputs import make_parts
 
-    parts, chosen, paid = _inputs(settings, to)
-    first, private = next(iter(settings.values())), parts.private
+    folder, first = RunFolder(to), next(iter(settings.values()))
+    chooser = next((config for config in settings.values() if config.choose is not None), None)
+    chosen, paid = None, None
+    with locked(to):
+        if folder.choice.exists():
+            folder.refuse_lost_ledger()
+        begun = is_comparison(to) or folder.features.exists()
+        kept = folder.kept_features(wanted=begun and first.features is not None)
+        parts = make_parts(first, features=kept)
+        if parts.layer is not None and kept is None:
+            parts.layer.save(folder.features)
+        if chooser is not None:
+            if not folder.choice.exists():
+                remove_summary(to)
+            chosen = chosen_public(chooser, parts, folder)["chosen"]
+            paid = read_json(folder.ledger)
+    private, test = parts.private, parts.test
+    assert test is not None
     records = first.data.records or len(private.dataset)
     contenders = [
         contender_of(name, config, parts.public, records=records, chosen=chosen, paid=paid)
@@ -111,40 +129,8 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         method = section.build(None, steps=1)
         like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
-    assert parts.test is not None
     start = next(iter(starts), None)
-    task = task_of(first, private, private.dataset, parts.test.dataset, warm_start=start)
-    return task, contenders
-
-
-def _inputs(
-    settings: dict[str, Config], to: Path
-) -> tuple[Parts, str | None, Mapping[str, Any] | None]:
-    """Data and model of all rows, what those that choose have chosen, and the record of its price.
-
-    A frozen layer is learnt, and a choice is made, once for the folder.
-    """
-    from dpspan.app.comparison import locked, remove_summary
-    from dpspan.app.run.folder import RunFolder, is_comparison, read_json
-    from dpspan.app.run.from_config import chosen_public
-    from dpspan.app.run.run_inputs import make_parts
-
-    folder, first = RunFolder(to), next(iter(settings.values()))
-    with locked(to):
-        if folder.choice.exists():
-            folder.refuse_lost_ledger()
-        begun = is_comparison(to) or folder.features.exists()
-        kept = folder.kept_features(wanted=begun and first.features is not None)
-        parts = make_parts(first, features=kept)
-        if parts.layer is not None and kept is None:
-            parts.layer.save(folder.features)
-        chooser = next((config for config in settings.values() if config.choose is not None), None)
-        if chooser is None:
-            return parts, None, None
-        if not folder.choice.exists():
-            remove_summary(to)
-        made = chosen_public(chooser, parts, folder)
-    return parts, made["chosen"], read_json(folder.ledger)
+    return task_of(first, private, private.dataset, test.dataset, warm_start=start), contenders
 
 
 @app.command(name="advise")

@@ -58,9 +58,14 @@ def init(
         "folder": str(folder),
     }
     numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
-    text = _written({key: value and _flow(value) for key, value in facts.items()} | numbers)
+    from jinja2 import StrictUndefined, Template
+
     from dpspan.app.config import parse_config
 
+    source = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
+    kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
+    flow = {key: value and _flow(value) for key, value in facts.items()}
+    text = Template(source, undefined=StrictUndefined, **kept).render(flow | numbers)
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
     try:
         out.write_text(text, encoding="utf-8")
@@ -68,14 +73,6 @@ def init(
         raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
     note = f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}"
     answer({"config": str(out)}, as_json=as_json, quiet=quiet, note=note)
-
-
-def _written(facts: _Keys) -> str:
-    from jinja2 import StrictUndefined, Template
-
-    text = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
-    kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
-    return str(Template(text, undefined=StrictUndefined, **kept).render(facts))
 
 
 def _flow(value: Any) -> str:
@@ -89,32 +86,28 @@ def _flow(value: Any) -> str:
 def _source(path: Path, label: str | None, part: str) -> _Keys:
     """The keys of a source, as far as names tell them."""
     check_exists(path)
-    kind, keys = _described(path, label, part)
-    return {"format": kind, "path": str(path), **keys}
+    keys: _Keys = {}
+    if path.suffix == ".npz":
+        kind, keys = "npz", _npz(path, label, part)
+    elif path.suffix == ".csv":
+        kind, keys = "csv", _columns(path, _csv_names(path), label)
+    elif path.suffix in (".parquet", ".pq"):
+        from dpspan.app.data.formats import open_parquet
 
-
-def _described(path: Path, label: str | None, part: str) -> tuple[str, _Keys]:
-    from dpspan.app.data import formats
-
-    match path.suffix:
-        case ".npz":
-            return "npz", _npz(path, label, part)
-        case ".csv":
-            return "csv", _csv(path, label)
-        case ".parquet" | ".pq":
-            names = formats.open_parquet(path).schema_arrow.names
-            return "parquet", _columns(path, names, label)
-    if "idx" in path.name or "ubyte" in path.name:
+        kind, keys = "parquet", _columns(path, open_parquet(path).schema_arrow.names, label)
+    elif "idx" in path.name or "ubyte" in path.name:
         labels = str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
-        return "idx", {"labels": label or labels}
-    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-        return "datasets", _datasets(path, label, part)
-    if path.is_dir():
-        return "images", {}
-    raise ValueError(
-        f"Cannot tell the format of {path}. Known are npz, csv, parquet, idx, datasets, images: "
-        "rename the file, or write the configuration by hand."
-    )
+        kind, keys = "idx", {"labels": label or labels}
+    elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        kind, keys = "datasets", _datasets(path, label, part)
+    elif path.is_dir():
+        kind = "images"
+    else:
+        raise ValueError(
+            f"Cannot tell the format of {path}. Known are npz, csv, parquet, idx, datasets, "
+            "images: rename the file, or write the configuration by hand."
+        )
+    return {"format": kind, "path": str(path), **keys}
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Keys:
@@ -131,7 +124,7 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
     return {"inputs": inputs, "labels": labels}
 
 
-def _csv(path: Path, label: str | None) -> _Keys:
+def _csv_names(path: Path) -> list[str]:
     from dpspan.app.data.formats import is_number, read_csv
 
     [(_, names)] = read_csv(path, most=1)
@@ -141,7 +134,7 @@ def _csv(path: Path, label: str | None) -> _Keys:
             f"The first line of {path} looks like a record: it holds broken numbers, or one value "
             "twice. Put a line with the names of the columns on top, each of its own."
         )
-    return _columns(path, names, label)
+    return names
 
 
 def _columns(path: Path, names: list[str], label: str | None) -> _Keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -166,8 +167,6 @@ def audit_command(
     It is kept in audit.json, and RUN's certificate and reports will say that it was asked for.
     """
     check_exists(run)
-    from dataclasses import asdict
-
     from dpspan.app.config import load_config
     from dpspan.app.config.models import load_weights
     from dpspan.app.run import RunFolder

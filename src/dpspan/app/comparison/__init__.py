@@ -154,17 +154,15 @@ def _settings(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
     """What makes two runs the same, as it looks after a way through JSON; public things only."""
     assert isinstance(task.budget, Budget)
     shared = ("epochs", "batch_size", "records", "accountant", "about")
-    settings: dict[str, Any] = plain(
-        {
-            **contender.describe(),
-            "seed": seed,
-            **asdict(task.budget),
-            **{name: getattr(task, name) for name in shared},
-            "criterion": str(task.criterion),
-            "metric": task.metric("accuracy"),
-        }
-    )
-    return settings
+    settings = {
+        **contender.describe(),
+        "seed": seed,
+        **asdict(task.budget),
+        **{name: getattr(task, name) for name in shared},
+        "criterion": str(task.criterion),
+        "metric": task.metric("accuracy"),
+    }
+    return dict(plain(settings))
 
 
 def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> bool:

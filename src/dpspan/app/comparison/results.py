@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter
-from rich.table import Table
+from rich.table import Column, Table
 from scipy import stats
 
 FORMAT = "dpspan.comparison.1"
@@ -49,12 +49,10 @@ class Row:
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
         return statistics.mean(self.values)
 
     @property
     def deviation(self) -> float | None:
-        """The sample standard deviation over the seeds; None for one."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
@@ -82,7 +80,6 @@ class Comparison:
 
     @property
     def unprivate(self) -> bool:
-        """Whether the values may not be published."""
         return self.metric.startswith("unprivate_")
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,10 +97,10 @@ class Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
-        metric, rows = content["metric"], []
-        for row in content["rows"]:
-            results = [{**result, "value": result[metric]} for result in row["results"]]
-            rows.append({**row, "results": results})
+        rows = [
+            {**row, "results": [{**r, "value": r[content["metric"]]} for r in row["results"]]}
+            for row in content["rows"]
+        ]
         return TypeAdapter(cls).validate_python({**content, "rows": rows})
 
     def __rich__(self) -> Table:
@@ -111,13 +108,13 @@ class Comparison:
         price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
         whole = "publishing every run, or the best of them, costs"
         notes = f"mean ± standard deviation; {whole} ε = {self.epsilon_together:.2f}"
+        numbers = ("mean ± sd", "lowest … highest", "ε a run", "lr")
         shown = Table(
+            "training",
+            *(Column(heading, justify="right") for heading in numbers),
             title=f"{label(self.metric)}, {price}, {runs} runs each",
             caption=f"{notes}; {UNPRIVATE}" if self.unprivate else notes,
         )
-        shown.add_column("training")
-        for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr"):
-            shown.add_column(heading, justify="right")
         for row in self.rows:
             values, sd = row.values, row.deviation
             shown.add_row(
@@ -153,7 +150,7 @@ class Comparison:
 
 def label(metric: str) -> str:
     """The metric in words."""
-    return metric.removeprefix("unprivate_").replace("_", " ").capitalize()
+    return metric.replace("_", " ").capitalize()
 
 
 def ending(facts: Mapping[str, Any]) -> str:

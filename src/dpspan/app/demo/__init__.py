@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -32,7 +32,7 @@ from dpspan.app.demo import data
 from dpspan.app.report import render
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.from_config import choose_once
-from dpspan.app.run.training import accuracy_and_loss
+from dpspan.app.run.training import rehearse
 from dpspan.choose import Choice, choose_public, rank_public
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
@@ -76,15 +76,10 @@ def contenders(
         "GEP": GEP(public=public, rank=RANK, clip=CLIP, residual_clip=RESIDUAL_CLIP, diagnose=10),
         "RGP": RGP(rank=CARRIERS, clip=CLIP),
     }
-    cold = [
-        Contender(
-            name=name,
-            method=method,
-            learning_rate=RATES[name][0],
-            paid=paid if isinstance(method, PDPSGD | GEP) else None,
-        )
-        for name, method in methods.items()
-    ]
+    cold = []
+    for name, method in methods.items():
+        own = paid if isinstance(method, PDPSGD | GEP) else None
+        cold.append(Contender(name=name, method=method, learning_rate=RATES[name][0], paid=own))
     assert start is not None  # the printed digits have labels
     warm = [dataclasses.replace(c.warmed(start), learning_rate=RATES[c.name][1]) for c in cold]
     return [*cold, *warm]
@@ -158,10 +153,9 @@ def _rank_on_stand_in(
     out: Path, model: nn.Module, stand_in: Tensor, candidates: Mapping[str, Tensor]
 ) -> Table:
     """Nearest first, kept for the report. Every sample is public, the stand-in too: show it."""
-    shown, rows = Table(title="How close is each candidate?", caption=_GSD), []
-    shown.add_column("candidate")
-    for heading in ("samples", "GSD ↓", "captured energy ↑"):
-        shown.add_column(heading, justify="right")
+    columns = (Column(h, justify="right") for h in ("samples", "GSD ↓", "captured energy ↑"))
+    shown = Table("candidate", *columns, title="How close is each candidate?", caption=_GSD)
+    rows = []
     ranking = rank_public(model, nn.CrossEntropyLoss(), stand_in, candidates, rank=GSD_RANK)
     for row in ranking.rows:
         near = {"gsd": row.unprivate_gsd, "captured_energy": row.unprivate_captured_energy}
@@ -200,11 +194,8 @@ def _others(printed: Tensor, count: int) -> dict[str, Tensor]:
 
 def _if_labelled(task: Task, opt_in: TensorDataset, seeds: int, comparison: Comparison) -> str:
     """The lesson beside the table: labels for the scans would be worth so much."""
-    accuracies = []
-    for seed in range(seeds):
-        model = task.new_model(seed)
-        dataclasses.replace(WARM, data=opt_in, seed=seed).run(model, task.criterion)
-        accuracies.append(accuracy_and_loss(task, model)[0])
+    free = Contender(name="opt-in scans", warm_start=dataclasses.replace(WARM, data=opt_in))
+    accuracies = [rehearse(task, free, seed, 0.0, 0.0) for seed in range(seeds)]
     best = max((row for row in comparison.rows if row.private), key=lambda row: row.mean)
     ahead = statistics.mean(accuracies) - best.mean
     return (

@@ -62,8 +62,7 @@ def photographs(count: int, *, seed: int) -> Tensor:
     patches = []
     for index in range(count):
         photo = photos[index % 2]
-        top = draw.integers(photo.shape[0] - side)
-        left = draw.integers(photo.shape[1] - side)
+        top, left = (draw.integers(size - side) for size in photo.shape)
         patches.append(photo[top : top + side, left : left + side])
     return _pixels(_ink(np.stack(patches)))
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dpspan.accounting.epsilon import account
 from dpspan.accounting.promises import LARGE_DELTA, weaknesses
 from dpspan.accounting.releases import releases_from_json
-from dpspan.app.comparison.results import Comparison, ended_early, verdicts
+from dpspan.app.comparison.results import Comparison, ended_early, label, verdicts
 from dpspan.app.report import figures
 from dpspan.app.report.reading import UNPRIVATE, Found, Run, read
 from dpspan.support.files import replacing
@@ -47,7 +47,7 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": "{:.3g}".format, "words": figures.label}
+    environment.filters |= {"short": "{:.3g}".format, "words": label}
     page = environment.get_template("report.html.j2").render(_content(found, include_unprivate))
     path = Path(out)
     with replacing(path, what="the report") as temporary:
@@ -73,7 +73,6 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "epsilon": epsilon,
         "delta": delta,
         "delta_is_large": delta > LARGE_DELTA,
-        "several": len(runs) > 1,
         "metric": metric,
         "loss": loss,
         "rows": rows,
@@ -143,8 +142,6 @@ def best_guess(epsilon: float, delta: float) -> float:
 
     (exp ε + δ) / (exp ε + 1): the largest accuracy that (ε, δ) allows any test.
     """
-    if not math.isfinite(epsilon):
-        return 1.0
     return min(1.0, 1 - (1 - delta) / (math.exp(min(epsilon, 700.0)) + 1))
 
 

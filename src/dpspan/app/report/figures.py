@@ -16,10 +16,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
+from dpspan.app.comparison.results import label
 from dpspan.app.report.reading import Found, Run
 
 Groups = Mapping[str, Sequence[Run]]
-Curve = list[tuple[float, float]]
 Picture = dict[str, Any]  # the drawing, and its legend as text of the page
 
 _INK = "#010203"  # of report.mplstyle; replaced by the colour of the page's text
@@ -67,7 +67,7 @@ def _curves(groups: Groups, drawn: Groups, x: str, y: str) -> Any:
     return axis
 
 
-def _mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
+def _mean_curve(runs: Sequence[Run], x: str, y: str) -> list[tuple[float, float]]:
     """The mean over runs at each point that all of them have."""
     curves = [[(float(line[x]), value) for line, value in run.curve(y)] for run in runs]
     return [
@@ -171,11 +171,6 @@ def _look(name: str, groups: Groups) -> dict[str, str]:
     run = groups[name][0]
     colour = _COLOURS[methods.index(run.method) % len(_COLOURS)]
     return {"color": colour, "linestyle": "--" if run.warm else "-"}
-
-
-def label(key: str) -> str:
-    """A metric in words."""
-    return key.replace("_", " ").capitalize()
 
 
 def _legend(axis: Any) -> list[dict[str, str]]:

@@ -46,7 +46,6 @@ class Run:
 
     @property
     def not_private_because(self) -> list[str]:
-        """Why there is no guarantee; nothing where there is one."""
         return [] if self.certificate["private"] else self.certificate["not_private_because"]
 
     @property
