@@ -131,8 +131,7 @@ class Comparison:
         figure = Figure(figsize=(7, 1.2 + 0.35 * len(self.rows)), layout="constrained")
         axis = figure.subplots()
         for index, row in enumerate(self.rows):
-            warm = row.warm and row.private
-            colour = "#d55e00" if warm else "#0072b2" if row.private else "#777777"
+            colour = "#777777" if not row.private else "#d55e00" if row.warm else "#0072b2"
             axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
             axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
         axis.set_yticks(range(len(self.rows)), [row.name for row in self.rows])

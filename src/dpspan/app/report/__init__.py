@@ -95,8 +95,7 @@ def _with(name: str, include_unprivate: bool, runs: Sequence[Run]) -> str | None
 
 def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
     values = [run.curve(metric)[-1][1] for run in runs if metric and run.curve(metric)]
-    percent = metric is not None and metric.endswith("accuracy")
-    scale, digits = (100, 1) if percent else (1, 3)
+    scale, digits = (100, 1) if metric and metric.endswith("accuracy") else (1, 3)
     mean = f"{scale * statistics.mean(values):.{digits}f}" if values else ""
     deviation = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return {
