@@ -9,6 +9,7 @@ from types import ModuleType
 
 MOVED = {  # what the documentation of 0.1 named, and what its pickled estimators hold
     "dpspan.advice": "dpspan.app.advice",
+    "dpspan.advice.advise": "dpspan.app.advice",
     "dpspan.anchors": "dpspan.subspaces.sources",
     "dpspan.augmentation": "dpspan.public.augmentation",
     "dpspan.capture": "dpspan.gradients.capture",
@@ -17,6 +18,7 @@ MOVED = {  # what the documentation of 0.1 named, and what its pickled estimator
     "dpspan.checkpoint": "dpspan.engine.checkpoint",
     "dpspan.clipping": "dpspan.mechanisms.clipping",
     "dpspan.comparison": "dpspan.app.comparison",
+    "dpspan.comparison.compare": "dpspan.app.comparison",
     "dpspan.config": "dpspan.app.config",
     "dpspan.convex.linear_regression": "dpspan.convex.estimators",
     "dpspan.convex.linear_svc": "dpspan.convex.estimators",
