@@ -34,7 +34,7 @@ Factory = Callable[[nn.Module, Tensor, Tensor, float], Contender]
 
 
 def training_step(
-    model: nn.Module, optimizer: Any, criterion: Any, x: Tensor, y: Tensor
+    model: Callable[..., Any], optimizer: Any, criterion: Any, x: Tensor, y: Tensor
 ) -> Callable[[], None]:
     """The loop body everyone writes; Opacus' objects take part in it as the plain ones do."""
 
@@ -50,6 +50,13 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contende
     """PyTorch without privacy: no clipping, and `noise` is not used."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     return Contender(training_step(model, optimizer, nn.CrossEntropyLoss(), x, y))
+
+
+def compiled_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contender:
+    """The same, compiled: what somebody would run who needs no privacy."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    compiled = torch.compile(model)
+    return Contender(training_step(compiled, optimizer, nn.CrossEntropyLoss(), x, y))
 
 
 def opacus_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, *, mode: str) -> Contender:
@@ -121,9 +128,10 @@ def dpspan_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contend
     return method_step(model, x, y, noise, DPSGD(clip=CLIP))
 
 
-PLAIN = "non-private"
+PLAIN, COMPILED = "non-private", "non-private, compiled"
 CONTENDERS: dict[str, Factory] = {
     PLAIN: plain_step,
+    COMPILED: compiled_step,
     "opacus hooks": partial(opacus_step, mode="hooks"),
     "opacus ghost": partial(opacus_step, mode="ghost"),
     "opacus functorch": partial(opacus_step, mode="functorch"),

@@ -138,7 +138,7 @@ def profile(phases: list[Phase], device: str) -> report.Results:
         kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
         busy = sum(event.self_device_time_total for event in kernels) / 1e3
         kernels.sort(key=lambda event: -event.self_device_time_total)
-        longest = {e.key[:90]: (e.count, e.self_device_time_total / 1e3) for e in kernels[:14]}
+        longest = {e.key[:400]: (e.count, e.self_device_time_total / 1e3) for e in kernels[:25]}
         launches = sum(e.count for e in events if "Launch" in e.key)
     return {
         "phases": {

@@ -90,6 +90,7 @@ def race(name: str, device: str) -> Race:
     case = CASES[device][name]
     alone: dict[str, contenders.Factory] = {
         contenders.PLAIN: contenders.plain_step,
+        contenders.COMPILED: contenders.compiled_step,
         "opacus hooks": partial(contenders.opacus_step, mode="hooks"),
         "opacus ghost": partial(contenders.opacus_step, mode="ghost"),
     }

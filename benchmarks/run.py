@@ -32,7 +32,7 @@ def run(race: Race, options: argparse.Namespace) -> report.Results:
             continue
         entry = entries[name] = {}
         try:
-            if race.check and name != contenders.PLAIN:
+            if race.check and name not in (contenders.PLAIN, contenders.COMPILED):
                 entry["error"] = measure.disagreement(factory, problem, race.batch, device)
             ready = measure.prepare(factory, problem, race.batch, device, contenders.NOISE)
             ready.step()

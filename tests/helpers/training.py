@@ -26,7 +26,8 @@ def network() -> nn.Module:
 
 def setup(engine: PrivacyEngine | None = None, **changes: Any) -> tuple[Any, ...]:
     engine = engine or PrivacyEngine(debug_seed=0)
-    model = changes.pop("module", None) or network()
+    model = changes.pop("module", None)
+    model = network() if model is None else model
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.5)
     loader = changes.pop("data_loader", DataLoader(data(), batch_size=10, shuffle=True))
     arguments = {"noise_multiplier": 1.0, "method": DPSGD(clip=1.0), **changes}

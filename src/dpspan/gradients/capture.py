@@ -12,6 +12,7 @@ themselves for others while it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,11 @@ class Capture:
         """
         self._batch = _Batch(samples * views, views, discard, carriers or {})
         self._watch_all()  # parameters may have been exchanged since
+        if "torch._dynamo" in sys.modules:  # something may have been compiled
+            hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
+            for ours in (*self._stand_ins.values(), *hooks):
+                if isinstance(ours, StandIn | Hook):
+                    ours.stay_uncompiled()
 
     def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
         """The per-sample gradients of the expected batch, times `scale`, which is then over."""

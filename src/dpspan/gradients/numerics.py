@@ -25,7 +25,7 @@ _LOW_BITS = 13  # of a float32, that TF32 does not have
 _EXACT_TERMS = 2048
 # Splitting moves every number several times, and saves half of the time of the multiplications: an
 # H200 gains by it from about so many multiplications per number on.
-_SPLIT_FROM = 256
+_SPLIT_FROM = 200
 _PRODUCTS = 2**26  # numbers in the products of blocks that are made at a time
 _SYMMETRIC_BLOCK = 512
 _BLOCK = 256  # squares summed in working precision before float64 takes over

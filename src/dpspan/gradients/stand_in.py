@@ -37,6 +37,7 @@ class StandIn:
         self.inner = getattr(self._forward, "inner", self._forward)  # below other stand-ins
         self._recurrent = is_recurrent(module)
         self._plans = not path and not self._recurrent and rule_for(module) is None
+        self._alone, self.plan = self._run, self._plan  # what torch.compile must not see
         self.takes()
         module.forward = self
 
@@ -51,16 +52,25 @@ class StandIn:
             if self.users is not None:
                 self._module.forward = self.users
 
-    def plan(self, args: Any, kwargs: Any) -> None:
+    def _plan(self, args: Any, kwargs: Any) -> None:
         """Of the model itself: find out how it has to be taken."""
         if self._plans:
             self.capture.planner.plan(self._forward, (args, kwargs))
 
+    def stay_uncompiled(self) -> None:
+        """Keep torch.compile out: what is recorded must not become part of a graph.
+
+        It goes on behind the model itself, so what lies between the layers is compiled.
+        """
+        if self._alone == self._run:
+            self._alone = torch.compiler.disable(self._run, recursive=bool(self._path))
+            self.plan = torch.compiler.disable(self._plan)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._path:
-            return self._run(*args, **kwargs)
+            return self._alone(*args, **kwargs)
         with self.capture.call_of_model(args, kwargs):
-            return self._run(*args, **kwargs)
+            return self._alone(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         capture = self.capture
@@ -219,6 +229,12 @@ class Hook:
         self, function: Callable[..., Any], *, copied: Callable[..., None] | None = None
     ) -> None:
         self._function, self._copied = function, copied or nothing
+        self._compiles = True
+
+    def stay_uncompiled(self) -> None:
+        """Keep torch.compile out."""
+        if self._compiles:
+            self._function, self._compiles = torch.compiler.disable(self._function), False
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)

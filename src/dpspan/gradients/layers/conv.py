@@ -25,7 +25,7 @@ from dpspan.gradients.layers.terms import (
 )
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
-_COST_OF_PATCHES = 4
+_COST_OF_PATCHES = {"cpu": 4, "cuda": 1}
 
 # Rows of up to this many bytes are kept even where the factors are smaller: otherwise they are
 # made for the norm (and in a subspace once more for the residual), and the sum convolves again. A
@@ -38,6 +38,9 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {  # by spatial dimensions
     2: conv2d_weight,
     3: conv3d_weight,
 }
+
+# A GPU copies so many numbers in the time of the launches that sliding rows take beyond one.
+_COPIED_IN_A_LAUNCH = 2**24
 
 # Below this many channels a group is too thin for the grouped convolution to vectorise.
 _GROUPED_CONVOLUTION_CHANNELS = 8
@@ -72,8 +75,9 @@ class Patches(Factored):
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
         thin = min(self.weight[:2]) < _GROUPED_CONVOLUTION_CHANNELS
-        if x.is_cuda and not one_by_one and self._rows_are_larger_than_patches:
-            copied = self.depth * self.weight[1:].numel() * self.groups
+        copied = self.depth * self.weight[1:].numel() * self.groups
+        few = n * copied <= _COPIED_IN_A_LAUNCH or self._rows_are_larger_than_patches
+        if x.is_cuda and not one_by_one and few:
             return by_blocks(lambda i, j: self._unfolded_rows(x[i:j], b[i:j]), n, copied, x)
         if x.is_cuda or one_by_one or thin:
             line = self.weight[1] * self.weight[3:].numel() * self.groups
@@ -94,8 +98,9 @@ class Patches(Factored):
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         positions, d_in = self.depth, self.weight[1:].numel()
         d_out = self.weight[0] // self.groups
-        # The ghost norm must write out every patch first: it has to be much cheaper to pay.
-        if _COST_OF_PATCHES * positions * (d_in + d_out) >= d_in * d_out:
+        # The ghost norm must write out every patch first: it has to be cheaper to pay.
+        cost = _COST_OF_PATCHES["cuda" if self.x.is_cuda else "cpu"]
+        if cost * positions * (d_in + d_out) >= d_in * d_out:
             return super().squared_norms(arithmetic)
         parts: list[SquaredNorms] = []
         for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):
