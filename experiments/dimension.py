@@ -39,8 +39,8 @@ from dpspan.convex import (
     Released,
 )
 from dpspan.convex.fitting import ConstantClip, Fit, GaussianNoise, PrivateRecords
+from dpspan.convex.losses import Records
 from dpspan.convex.methods import Method
-from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
 from experiments.runner import Place, Results, execute
 
@@ -173,9 +173,7 @@ def work(run: Run, place: Place) -> dict[str, Any]:
             loss=Logistic(),
             divisor=N,
         ),
-        public=PublicSide(
-            outputs=1, width=run.p, loss=Logistic(), rows=Rows(x[N:], intercept=False)
-        ),
+        public=Records(rows=Rows(x[N:], intercept=False), loss=Logistic()),
         clip=ConstantClip(clip=1.0),
         noise_multiplier=z,
         ledger=ledger,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import dpspan
 from dpspan.app.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
-from dpspan.choose.subspaces import drawn as drawn_samples
+from dpspan.choose.probe import drawn as drawn_samples
 from dpspan.public.data import PublicData, Samples
 from experiments.images import collate
 from experiments.patches import drawn

@@ -17,8 +17,8 @@ from dpspan.choose import (
     rank_public,
     unprivate_captured_energy,
 )
-from dpspan.choose.ranking import fisher_embedding, task2vec_distance
-from dpspan.choose.subspaces import drawn, sample_gradients
+from dpspan.choose.gsd import fisher_embedding, task2vec_distance
+from dpspan.choose.probe import Probe, drawn
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.public.data import PublicData, Samples
 from helpers.oracle import top_directions
@@ -116,7 +116,8 @@ def test_energy_by_projections_written_out():
         return nn.functional.cross_entropy(model(x), y, reduction="none")
 
     g = per_sample_gradients(model, loss, x, y).matrix()
-    v = top_directions(sample_gradients(model, CE, PublicData.of(u)).matrix(), 5)
+    h = Probe(model=model, loss_fn=CE).gradients(PublicData.of(u)).matrix()
+    v = top_directions(h, 5)
     expected = (g @ v.T).square().sum(1) / g.square().sum(1)
     assert torch.allclose(found, expected, atol=1e-9)
     assert found.min() >= 0
@@ -143,7 +144,8 @@ def test_dropout_is_off_as_in_the_private_choice():
 
 
 def test_fisher_embedding_is_the_mean_square_by_filter():
-    gradients = sample_gradients(network().double(), CE, PublicData.of(images(9, 1).double()))
+    probe = Probe(model=network().double(), loss_fn=CE)
+    gradients = probe.gradients(PublicData.of(images(9, 1).double()))
     rows, at, expected = gradients.matrix(), 0, []
     for shape in gradients.shapes.values():
         own = rows[:, at : at + shape.numel()].square().mean(0).view(shape[0], -1).mean(1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dpspan.choose.gsd import gsd, subspace_distance
-from dpspan.choose.subspaces import principal_subspace, sample_gradients
+from dpspan.choose.probe import Probe, principal_subspace
 from dpspan.model.networks import PaperCNN
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.public.data import PublicData, Samples
@@ -117,7 +117,7 @@ def test_the_same_data_are_at_distance_0():
 def test_pieces_change_nothing_that_matters():
     model, data = cnn(), PublicData.of(images(60, 3)[0])
     one, many = (
-        principal_subspace(sample_gradients(model, CE, data, piece=piece), 16, of="x")
+        principal_subspace(Probe(model=model, loss_fn=CE, piece=piece).gradients(data), 16, of="x")
         for piece in (60, 7)
     )
     assert subspace_distance(one, many) < 1e-4
@@ -160,10 +160,11 @@ def test_a_criterion_gives_both_sides_random_labels_of_the_models_classes():
 def test_gradients_with_the_datas_own_labels():
     model, (x, y) = cnn(), images(30, 1)
     of_both, of_inputs = (Samples.of(source, name="private") for source in ((x, y), x))
-    own = sample_gradients(model, CE, of_both, own_labels=True).matrix()
+    probe = Probe(model=model, loss_fn=CE)
+    own = probe.gradients(of_both, own_labels=True).matrix()
     assert torch.allclose(own, per_sample_gradients(model, labelled_loss, x, y).matrix())
-    drawn = sample_gradients(model, CE, of_inputs, own_labels=True).matrix()
-    assert torch.equal(drawn, sample_gradients(model, CE, of_both).matrix())
+    drawn = probe.gradients(of_inputs, own_labels=True).matrix()
+    assert torch.equal(drawn, probe.gradients(of_both).matrix())
 
 
 def test_several_labels_per_sample():

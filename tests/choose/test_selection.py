@@ -6,6 +6,7 @@ import math
 import random
 import re
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -23,10 +24,10 @@ from dpspan.accounting.epsilon import Budget, pld_epsilon, pld_interval, renyi
 from dpspan.accounting.events import event_from_json, event_to_json, pure_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose import selection
-from dpspan.choose.picking import ExponentialMechanism, PermuteAndFlip, coin
-from dpspan.choose.scores import UNIT, Score, sampled_batches, totals
+from dpspan.choose.picking import MECHANISMS, coin, pick, probability_of_best
+from dpspan.choose.probe import Probe, principal_subspace
+from dpspan.choose.scores import UNIT, sampled_batches, totals
 from dpspan.choose.selection import choose_public, resolution
-from dpspan.choose.subspaces import principal_subspace, sample_gradients
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.model.networks import ResNet20
 from dpspan.model.per_sample import per_sample_gradients
@@ -36,21 +37,16 @@ from helpers.oracle import top_directions
 
 CE = nn.CrossEntropyLoss()
 DELTA = 1e-5
-PICKS = [PermuteAndFlip(), ExponentialMechanism()]
-
-
-def by_name(pick):
-    return pick.name
 
 
 # -- the mechanisms: probabilities, by definition -------------------------------------------------
 
 
-def law(pick, scores, epsilon):
+def law(mechanism, scores, epsilon):
     """The probability of each index: over all orders of permute-and-flip, or by weights."""
     best = max(scores)
     taken = [math.exp(epsilon * (q - best)) for q in scores]
-    if isinstance(pick, ExponentialMechanism):
+    if mechanism == "exponential":
         return np.array(taken) / sum(taken)
     total = np.zeros(len(scores))
     orders = list(itertools.permutations(range(len(scores))))
@@ -62,29 +58,29 @@ def law(pick, scores, epsilon):
     return total
 
 
-def largest_ratio(pick, epsilon, candidates):
+def largest_ratio(mechanism, epsilon, candidates):
     """Over all score vectors and all records of a grid: the worst |log P/P'|."""
     grid, worst = (0.0, 0.5, 1.0, 2.0, 3.5), 0.0
     for scores in itertools.product(grid, repeat=candidates):
-        before = law(pick, scores, epsilon)
+        before = law(mechanism, scores, epsilon)
         assert before.sum() == pytest.approx(1.0)
         for record in itertools.product((0.0, 0.3, 1.0), repeat=candidates):
-            after = law(pick, [q + s for q, s in zip(scores, record, strict=True)], epsilon)
+            after = law(mechanism, [q + s for q, s in zip(scores, record, strict=True)], epsilon)
             worst = max(worst, float(np.abs(np.log(after / before)).max()))
     return worst
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize(("candidates", "epsilon"), [(2, 0.1), (2, 1.0), (2, 4.0), (3, 1.0)])
-def test_one_record_changes_no_probability_by_more_than_epsilon(pick, candidates, epsilon):
-    worst = largest_ratio(pick, epsilon, candidates)
+def test_one_record_changes_no_probability_by_more_than_epsilon(mechanism, candidates, epsilon):
+    worst = largest_ratio(mechanism, epsilon, candidates)
     assert worst <= epsilon * (1 + 1e-9)
-    if isinstance(pick, PermuteAndFlip):  # which is as much as ε allows
+    if mechanism == "permute-and-flip":  # which is as much as ε allows
         assert worst == pytest.approx(epsilon)
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
-def test_what_is_kept_for_rounding_covers_others_that_move_by_a_254th(pick):
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_what_is_kept_for_rounding_covers_others_that_move_by_a_254th(mechanism):
     """By 1/254 either way, beside the record's own 0 to 1."""
     epsilon = 1.0
     moves = list(itertools.product((0.0, 1.0), repeat=2))
@@ -92,21 +88,21 @@ def test_what_is_kept_for_rounding_covers_others_that_move_by_a_254th(pick):
     def worst(eta):
         ratios = [0.0]
         for lead, record in itertools.product(np.linspace(-3, 3, 25), moves):
-            before = law(pick, [lead, 0.0], epsilon * 127 / 128)
+            before = law(mechanism, [lead, 0.0], epsilon * 127 / 128)
             for off in itertools.product((-eta, eta), repeat=2):
                 sums = [lead + record[0] + off[0], record[1] + off[1]]
-                after = law(pick, sums, epsilon * 127 / 128)
+                after = law(mechanism, sums, epsilon * 127 / 128)
                 ratios.append(float(np.abs(np.log(after / before)).max()))
         return max(ratios)
 
     assert worst(1 / 254) <= epsilon * (1 + 1e-9)
-    if isinstance(pick, PermuteAndFlip):  # and no more than that
+    if mechanism == "permute-and-flip":  # and no more than that
         assert worst(1 / 240) > epsilon
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
-def test_sampling_records_costs_what_the_formula_says(pick, rate):
+def test_sampling_records_costs_what_the_formula_says(mechanism, rate):
     """All Poisson samples of tiny data, the mechanism run with ε₀ on each."""
     epsilon = 0.7
     on_sample = math.log1p(math.expm1(epsilon) / rate)
@@ -117,7 +113,7 @@ def test_sampling_records_costs_what_the_formula_says(pick, rate):
         for kept in itertools.product((False, True), repeat=len(records)):
             chance = math.prod(rate if keep else 1 - rate for keep in kept)
             sums = [sum(r[j] for r, k in zip(records, kept, strict=True) if k) for j in range(2)]
-            total += chance * law(pick, [sums[0] + lead, sums[1]], on_sample)
+            total += chance * law(mechanism, [sums[0] + lead, sums[1]], on_sample)
         return total
 
     worst = 0.0
@@ -134,7 +130,7 @@ def test_permute_and_flip_is_the_largest_score_with_exponential_noise():
     scores, epsilon, n = np.array([0.0, 1.0, 1.5, 3.0]), 0.8, 200_000
     noise = np.random.default_rng(0).exponential(1 / epsilon, size=(n, 4))
     seen = np.bincount((scores + noise).argmax(1), minlength=4) / n
-    expected = law(PermuteAndFlip(), scores, epsilon)
+    expected = law("permute-and-flip", scores, epsilon)
     assert np.all(np.abs(seen - expected) < 5 * np.sqrt(expected * (1 - expected) / n))
 
 
@@ -142,9 +138,9 @@ def test_only_the_exponential_mechanism_is_cheaper_than_its_epsilon():
     """It is ε²/8-zCDP, by its bounded range; permute-and-flip is not, so no event may say so."""
     epsilon = 1.0
     divergences = {}
-    for pick in PICKS:
-        before, after = (law(pick, scores, epsilon) for scores in ((0, 0), (1, 0)))
-        divergences[pick.name] = float((before * np.log(before / after)).sum())
+    for mechanism in MECHANISMS:
+        before, after = (law(mechanism, scores, epsilon) for scores in ((0, 0), (1, 0)))
+        divergences[mechanism] = float((before * np.log(before / after)).sum())
     assert divergences["exponential"] <= epsilon**2 / 8
     assert divergences["permute-and-flip"] > 2 * epsilon**2 / 8
 
@@ -160,29 +156,31 @@ def test_a_coin_of_probability_exp_minus_gamma(gamma):
     assert abs(seen - p) <= 5 * math.sqrt(p * (1 - p) / n)
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("scores", [(0, 3, 5), (4, 4, 4), (0, 0, 1000), (2, 1, 0, 2)])
-def test_draws_have_the_law(pick, scores):
+def test_draws_have_the_law(mechanism, scores):
     n, epsilon = 20_000, Fraction(0.4)
     below = random.Random(2).randrange
-    drawn = [pick.draw(scores, epsilon, below) for _ in range(n)]
+    drawn = [pick(mechanism, scores, epsilon, below) for _ in range(n)]
     seen = np.bincount(drawn, minlength=len(scores)) / n
-    expected = law(pick, scores, float(epsilon))
+    expected = law(mechanism, scores, float(epsilon))
     assert np.all(np.abs(seen - expected) <= 5 * np.sqrt(expected * (1 - expected) / n) + 1e-12)
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("candidates", [2, 3, 5])
 @pytest.mark.parametrize("gap", [0.01, 1.0, 4.0])
-def test_success_is_the_probability_of_the_best(pick, candidates, gap):
+def test_success_is_the_probability_of_the_best(mechanism, candidates, gap):
     scores = [0.0] * (candidates - 1) + [gap]
-    assert pick.success(candidates, gap) == pytest.approx(law(pick, scores, 1.0)[-1])
+    assert probability_of_best(mechanism, candidates, gap) == pytest.approx(
+        law(mechanism, scores, 1.0)[-1]
+    )
 
 
 def test_permute_and_flip_never_errs_more_often():
-    flip, exponential = PICKS
     for candidates, gap in itertools.product((2, 3, 10), (0.1, 1.0, 5.0)):
-        assert flip.success(candidates, gap) > exponential.success(candidates, gap)
+        flip, exponential = (probability_of_best(name, candidates, gap) for name in MECHANISMS)
+        assert flip > exponential
 
 
 # -- how close candidates may be ------------------------------------------------------------------
@@ -192,32 +190,33 @@ def test_a_gap_of_5_per_cent_at_a_tenth_of_epsilon_takes_about_460_records():
     assert resolution(465, 2, 0.1) < 0.05 < resolution(455, 2, 0.1)
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("candidates", [2, 6])
-def test_success_is_as_predicted(pick, candidates):
+def test_success_is_as_predicted(mechanism, candidates):
     records, epsilon, n = 800, 0.2, 8000
-    gap = resolution(records, candidates, epsilon, mechanism=pick.name)
+    gap = resolution(records, candidates, epsilon, mechanism=mechanism)
     behind = round(0.3 * UNIT) * records
     ahead = behind + round(gap * UNIT * records)
     below = random.Random(3).randrange
     rate = Fraction(epsilon) * Fraction(127, 128) / UNIT
     scores = [behind] * (candidates - 1) + [ahead]
-    seen = sum(pick.draw(scores, rate, below) == candidates - 1 for _ in range(n)) / n
+    seen = sum(pick(mechanism, scores, rate, below) == candidates - 1 for _ in range(n)) / n
     assert abs(seen - 0.95) < 5 * math.sqrt(0.95 * 0.05 / n)
 
 
-@pytest.mark.parametrize("pick", PICKS, ids=by_name)
-def test_success_on_a_sample_is_at_least_as_predicted(pick):
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_success_on_a_sample_is_at_least_as_predicted(mechanism):
     """Differences of −1 and 1, the worst case, drawn from Poisson samples."""
     records, epsilon, rate, n = 20_000, 0.5, 0.1, 2000
-    gap = resolution(records, 2, epsilon, mechanism=pick.name, sample_rate=rate)
+    gap = resolution(records, 2, epsilon, mechanism=mechanism, sample_rate=rate)
     assert gap < 0.1
     generator, below = np.random.default_rng(4), random.Random(4).randrange
     ups = round(records * (1 + gap) / 2)
     first, second = generator.binomial(ups, rate, n), generator.binomial(records - ups, rate, n)
     on_sample = Fraction(math.log1p(math.expm1(epsilon) / rate)) * Fraction(127, 128)
     picked = [
-        pick.draw([int(a), int(b)], on_sample, below) for a, b in zip(first, second, strict=True)
+        pick(mechanism, [int(a), int(b)], on_sample, below)
+        for a, b in zip(first, second, strict=True)
     ]
     assert np.mean(picked) < 0.05  # the second: the wrong one
 
@@ -287,16 +286,19 @@ def conv_network():
     )
 
 
+def probe(model, loss=CE, **settings):
+    return Probe(model=model, loss_fn=loss, **settings)
+
+
 def subspaces(model, *sources, rank=4):
     return [
-        principal_subspace(sample_gradients(model, CE, PublicData.of(x)), rank, of="x")
-        for x in sources
+        principal_subspace(probe(model).gradients(PublicData.of(x)), rank, of="x") for x in sources
     ]
 
 
 def sums(model, spans, x, y, threshold=None, piece=7):
     batches = zip(x.split(piece), y.split(piece), strict=True)
-    return totals(Score(model, CE, spans, piece=piece), batches, threshold)
+    return totals(probe(model, piece=piece), spans, batches, threshold)
 
 
 @pytest.mark.parametrize("make", [network, conv_network])
@@ -309,9 +311,9 @@ def test_scores_are_the_energy_of_projections_written_out(make):
         return nn.functional.cross_entropy(model(x), y, reduction="none")
 
     g = per_sample_gradients(model, loss, x, y).matrix()
-    found = Score(model, CE, spans)(x, y)
+    found = probe(model).scores(spans, x, y)
     for j, source in enumerate((images(20, 1), images(20, 2, stripes=True))):
-        h = sample_gradients(model, CE, PublicData.of(source.double())).matrix()
+        h = probe(model).gradients(PublicData.of(source.double())).matrix()
         v = top_directions(h, 4)
         expected = (g @ v.T).square().sum(1) / g.square().sum(1)
         assert torch.allclose(found[:, j], expected, atol=1e-9)
@@ -354,7 +356,7 @@ def test_one_record_raises_each_sum_by_0_to_1(make, kind, threshold):
 def test_a_records_place_in_its_batch_changes_its_score_by_rounding_alone(make):
     """In float32: the share of ε that is kept for it allows sums to move by 1/254."""
     model, x, y = make(), images(64, 5), labels(64)
-    score = Score(model, CE, subspaces(model, images(20, 1)), piece=64)
+    score = partial(probe(model, piece=64).scores, subspaces(model, images(20, 1)))
     backwards = score(x.flip(0), y.flip(0)).flip(0)
     assert (score(x, y) - backwards).abs().sum() < 1 / 254
 
@@ -368,11 +370,12 @@ def test_all_batches_are_of_one_size():
         return nn.functional.cross_entropy(model(x), y, reduction="none")
 
     model, x, y = network(), images(20, 5), labels(20)
-    score = Score(model, loss, subspaces(model, images(20, 1)), piece=8)
+    by_eights, spans = probe(model, loss, piece=8), subspaces(model, images(20, 1))
     batches = list(zip(x.split(8), y.split(8), strict=True))  # 8, 8 and 4 records
-    assert len(totals(score, batches, 0.5)) == 2
+    assert len(totals(by_eights, spans, batches, 0.5)) == 2
     assert sizes == [(8, 8)] * 3
-    assert totals(score, batches, 0.5)[1] == 20 * UNIT // 2  # what fills them up does not count
+    # What fills them up does not count.
+    assert totals(by_eights, spans, batches, 0.5)[1] == 20 * UNIT // 2
 
 
 def test_one_record_in_single_precision_stays_within_what_is_kept_for_rounding():
@@ -381,9 +384,10 @@ def test_one_record_in_single_precision_stays_within_what_is_kept_for_rounding()
     model = ResNet20(classes=4)
     spans = subspaces(model, colours(12, 1), colours(12, 2))
     x, y = colours(33, 5), labels(33)
-    filled, as_they_come = (Score(model, CE, spans, piece=size) for size in (16, 1))
 
-    def moved(score):
+    def moved(piece):
+        score = partial(probe(model, piece=piece).scores, spans)
+
         def scores(first):
             pieces = zip(x[first:].split(16), y[first:].split(16), strict=True)
             return torch.cat([score(*piece) for piece in pieces])
@@ -391,7 +395,7 @@ def test_one_record_in_single_precision_stays_within_what_is_kept_for_rounding()
         return float((scores(0)[1:] - scores(1)).abs().max())
 
     # So that 60,000 of them, either way as often, stay below 1/254 by a wide margin.
-    assert moved(filled) <= min(moved(as_they_come), 1e-7)
+    assert moved(16) <= min(moved(1), 1e-7)  # filled up, and as they come
 
 
 def colours(n, seed):
@@ -423,13 +427,13 @@ def test_any_record_raises_each_sum_by_0_to_1(data, record, threshold):
         return model(x)
 
     spans = [
-        principal_subspace(sample_gradients(model, loss, PublicData.of(x)), 1, of="x")
+        principal_subspace(probe(model, loss).gradients(PublicData.of(x)), 1, of="x")
         for x in public
     ]
 
     def sums_of(rows):
         batches = [(torch.tensor([row], dtype=torch.float32), torch.zeros(1)) for row in rows]
-        return totals(Score(model, loss, spans, piece=1), batches, threshold)
+        return totals(probe(model, loss, piece=1), spans, batches, threshold)
 
     before, after = sums_of(data), sums_of([*data, record])
     assert all(0 <= b - a <= UNIT for a, b in zip(before, after, strict=True))
@@ -443,7 +447,7 @@ def test_every_bad_basis_gives_scores_in_range():
     spans = subspaces(model, images(20, 1))
     for term in spans[0].gradients.terms.values():
         term.values.mul_(1000.0)
-    scores = Score(model, CE, spans)(images(5, 0), labels(5))
+    scores = probe(model).scores(spans, images(5, 0), labels(5))
     assert scores.min() >= 0
     assert scores.max() == 1
 
@@ -620,23 +624,23 @@ def test_the_ledger_is_written_before_the_draw(monkeypatch):
         choose_public(network(), CE, private(), CANDIDATES, ledger=ledger, rank=4)
 
 
-@pytest.mark.parametrize("mechanism", [pick.name for pick in PICKS])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("sample_rate", [1.0, 0.5, 0.05])
 @pytest.mark.parametrize("epsilon", [0.1, 2.0])
 def test_the_draw_spends_what_is_charged(monkeypatch, mechanism, sample_rate, epsilon):
     """ε₀ on a sample of that very rate, less the 128th that is kept; and ε on the ledger."""
     drawn, rates = [], []
 
-    class Watched:
-        def draw(self, scores, rate, below):
-            drawn.append(rate)
-            return 0
+    def watched(name, scores, rate, below):
+        assert name == mechanism
+        drawn.append(rate)
+        return 0
 
     def read(loader, rate, piece):
         rates.append(rate)
         return sampled_batches(loader, rate, piece)
 
-    monkeypatch.setattr(selection, "pick_named", lambda name: Watched())
+    monkeypatch.setattr(selection, "pick", watched)
     monkeypatch.setattr(selection, "sampled_batches", read)
     ledger = Ledger()
     choose_public(

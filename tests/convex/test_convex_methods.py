@@ -30,9 +30,8 @@ from dpspan.convex.fitting import (
     PrivateRecords,
     configuration,
 )
-from dpspan.convex.losses import Logistic, one_hot
+from dpspan.convex.losses import Logistic, Records, one_hot
 from dpspan.convex.methods import METHODS, method_of
-from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
 from helpers.convex_oracle import GivenBasis, ScriptedNoise, clipped_mean, noisy_adagrad
 
@@ -56,13 +55,7 @@ def fit_of(
     size = targets.shape[1] * (p + 1)
     fit = Fit(
         records=PrivateRecords(rows=rows, targets=targets[:n], loss=Logistic(), divisor=n),
-        public=PublicSide(
-            outputs=targets.shape[1],
-            width=p + 1,
-            loss=Logistic(),
-            rows=public_rows,
-            targets=targets[n:],
-        ),
+        public=Records(rows=public_rows, targets=targets[n:], loss=Logistic()),
         clip=Envelope(start=0.8, decay=0.3),
         noise_multiplier=Z,
         ledger=Ledger(),
@@ -78,20 +71,18 @@ class Seen:
     def __init__(self, oracle) -> None:
         self.oracle, self.subspaces = oracle, []
 
-    def start(self, public):
-        tracker = self.oracle.start(public)
+    def find(self, public, weights):
+        self.subspaces.append(self.oracle.find(public, weights))
+        return self.subspaces[-1]
 
-        def track(weights):
-            self.subspaces.append(tracker(weights))
-            return self.subspaces[-1]
+    def due(self, step: int) -> bool:
+        return bool(self.oracle.due(step))
 
-        return track
-
-    def turns_within(self, steps: int) -> bool:
-        return bool(self.oracle.turns_within(steps))
-
-    def bases(self) -> list[np.ndarray]:
-        return [np.kron(np.eye(s.copies), s.basis) for s in self.subspaces]
+    def bases(self, steps: int) -> list[np.ndarray]:
+        """V of every step."""
+        found = np.cumsum([self.due(step) for step in range(steps)]) - 1
+        spans = [self.subspaces[index] for index in found]
+        return [np.kron(np.eye(s.copies), s.basis) for s in spans]
 
 
 # -- oracles --------------------------------------------------------------------------------------
@@ -104,6 +95,7 @@ class Seen:
         (PublicFeatures(rank=12), None),
         (PublicFeatures(rank=12), 0.02),
         (PublicGradients(rank=8), None),
+        (PublicGradients(rank=8, refresh=3), None),
         (GivenBasis(np.eye(40)), 0.02),
     ],
 )
@@ -121,7 +113,7 @@ def test_the_papers_algorithm_in_p_by_p(floor: float, subspace, radius: float | 
     found = method.minimise(fit)
     expected = noisy_adagrad(
         fit,
-        seen.bases(),
+        seen.bases(8),
         noise,
         steps=8,
         learning_rate=0.01,
@@ -152,7 +144,7 @@ def test_gradient_descent_step_by_step(classes: int, radius: float | None, proje
     theta, iterates = fit.start, []
     for t in range(1, 7):
         clip = fit.clip.at(t)
-        v = seen.bases()[t - 1] if projected else np.eye(len(theta))
+        v = seen.bases(6)[t - 1] if projected else np.eye(len(theta))
         assert noise.stds[t - 1] == pytest.approx(Z * clip / 200)
         m = clipped_mean(fit.records, theta, clip)
         theta = theta - 0.7 * v @ (v.T @ m + noise.vectors[t - 1])
@@ -254,10 +246,9 @@ def test_noise_on_no_signal(n: int, rank: int | None) -> None:
         loss=Logistic(),
         divisor=divisor,
     )
-    public = PublicSide(outputs=1, width=p, loss=Logistic())
     fit = Fit(
         records=records,
-        public=public,
+        public=None,
         clip=ConstantClip(clip=clip),
         noise_multiplier=Z,
         ledger=Ledger(),
@@ -309,7 +300,7 @@ def test_a_hundred_thousand_dimensions(preconditioner) -> None:
         records=PrivateRecords(
             rows=Rows(x[:n], intercept=False), targets=targets[:n], loss=Logistic(), divisor=n
         ),
-        public=PublicSide(outputs=1, width=p, loss=Logistic(), rows=Rows(x[n:], intercept=False)),
+        public=Records(rows=Rows(x[n:], intercept=False), loss=Logistic()),
         clip=ConstantClip(clip=1.0),
         noise_multiplier=Z,
         ledger=Ledger(),
@@ -372,8 +363,8 @@ def test_a_subspace_of_another_kind_is_refused() -> None:
     class Foreign:
         """Its coordinates could be longer than what they stand for."""
 
-        def start(self, public):
-            return lambda weights: self
+        def find(self, public, weights):
+            return self
 
     fit = fit_of()
     with pytest.raises(TypeError, match="Expected a subspace oracle to give a Span or Whole"):

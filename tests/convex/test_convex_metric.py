@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from dpspan.convex.metric import Metric, project_onto_ball
+from dpspan.convex.preconditioners import Metric, project_onto_ball
 from dpspan.convex.subspaces import Span, Whole
 from helpers.convex_oracle import in_ball
 

@@ -12,17 +12,16 @@ import pytest
 from dpspan.accounting.ledger import Ledger
 from dpspan.convex.fitting import ConstantClip, Fit, GaussianNoise, PrivateRecords
 from dpspan.convex.losses import Logistic, SmoothedHinge, one_hot
-from dpspan.convex.metric import Metric
 from dpspan.convex.preconditioners import (
     COMFORTABLE_MATRIX,
     LARGEST_MATRIX,
     FromNoisyGradients,
     GradientHistory,
+    Metric,
     Released,
     ReleasedSecondMoment,
     Step,
 )
-from dpspan.convex.public_rows import PublicSide
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspaces import Span, Subspace, Whole
 from helpers.convex_oracle import ScriptedNoise, gradients, root
@@ -48,7 +47,7 @@ def fit_of(
     )
     return Fit(
         records=records or nothing,
-        public=PublicSide(outputs=1, width=size, loss=Logistic()),
+        public=None,
         clip=ConstantClip(clip=C),
         noise_multiplier=z,
         ledger=Ledger(),

@@ -7,10 +7,9 @@ import pytest
 from scipy import sparse
 from sklearn.linear_model import Ridge
 
-from dpspan.convex.losses import Logistic, Squared
+from dpspan.convex.losses import Logistic, Records, Squared
 from dpspan.convex.public_rows import (
     PublicRows,
-    PublicSide,
     digest,
     public_start,
     refuse_overlap,
@@ -72,25 +71,18 @@ def test_the_start_is_a_ridge_fit_with_the_penalty_of_a_validation() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 4))
     y = x @ [1.0, -2.0, 0.5, 0.0] + 0.1 * rng.standard_normal(40)
-    side = PublicSide(
-        outputs=1, width=4, loss=Squared(), rows=Rows(x, intercept=False), targets=y[:, None]
-    )
+    side = Records(loss=Squared(), rows=Rows(x, intercept=False), targets=y[:, None])
     ridge = Ridge(alpha=1e-3 * 40, fit_intercept=False).fit(x, y)  # little noise: least penalty
     np.testing.assert_allclose(public_start(side), ridge.coef_, atol=1e-4)
-    noise = PublicSide(
-        outputs=1,
-        width=4,
-        loss=Squared(),
-        rows=Rows(x, intercept=False),
-        targets=5 * rng.standard_normal((40, 1)),
-    )
-    strong = Ridge(alpha=40.0, fit_intercept=False).fit(x, noise.targets[:, 0])
+    targets = 5 * rng.standard_normal((40, 1))
+    noise = Records(loss=Squared(), rows=Rows(x, intercept=False), targets=targets)
+    strong = Ridge(alpha=40.0, fit_intercept=False).fit(x, targets[:, 0])
     np.testing.assert_allclose(public_start(noise), strong.coef_, atol=1e-4)
 
 
 def test_a_start_needs_labelled_rows() -> None:
     with pytest.raises(ValueError, match="start='public' needs public rows"):
-        public_start(PublicSide(outputs=1, width=4, loss=Logistic()))
+        public_start(None)
     rows = Rows(table(5, 0), intercept=False)
     with pytest.raises(ValueError, match=r"needs labels: pass public=\(X_pub, y_pub\)"):
-        public_start(PublicSide(outputs=1, width=4, loss=Logistic(), rows=rows))
+        public_start(Records(loss=Logistic(), rows=rows))

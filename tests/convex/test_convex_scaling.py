@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from dpspan.convex.scaling import FeatureBounds, NoScaling, PublicScaling, scaling_of
+from dpspan.convex.scaling import FeatureBounds, Preparation, PublicScaling, scaling_of
 
 
 def table(n: int = 40) -> np.ndarray:
@@ -62,15 +62,18 @@ def test_bounds() -> None:
 
 @pytest.mark.parametrize(
     "scaling",
-    [NoScaling(), PublicScaling(center=False), FeatureBounds(low=0, high=2, center=False)],
+    [None, PublicScaling(center=False), FeatureBounds(low=0, high=2, center=False)],
 )
 @pytest.mark.parametrize("row_norm", [None, 0.5])
 def test_sparse_and_dense_agree(scaling, row_norm: float | None) -> None:
     x = table() * (np.random.default_rng(1).random((40, 5)) < 0.5)
     for kind in (sparse.csr_matrix, sparse.csr_array):
-        by_dense = replace(scaling.prepare(x), row_norm=row_norm).apply(x)
         before = kind(x)
-        prepared = replace(scaling.prepare(kind(x)), row_norm=row_norm).apply(before)
+        dense, stored = (
+            Preparation() if scaling is None else scaling.prepare(form) for form in (x, before)
+        )
+        by_dense = replace(dense, row_norm=row_norm).apply(x)
+        prepared = replace(stored, row_norm=row_norm).apply(before)
         assert sparse.issparse(prepared)
         np.testing.assert_allclose(prepared.toarray(), by_dense, rtol=1e-9)
         np.testing.assert_array_equal(before.toarray(), x)  # left as it was

@@ -7,8 +7,7 @@ import pytest
 from scipy import linalg, sparse
 
 from dpspan.convex.fitting import PrivateRecords
-from dpspan.convex.losses import Logistic, one_hot
-from dpspan.convex.public_rows import PublicSide
+from dpspan.convex.losses import Logistic, Records, one_hot
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspaces import (
     PublicFeatures,
@@ -16,20 +15,21 @@ from dpspan.convex.subspaces import (
     Span,
     Whole,
     WholeSpace,
-    rotation,
 )
 from helpers.convex_oracle import gradients
 
 RNG = np.random.default_rng
 
 
-def public(classes: int = 2, m: int = 20, p: int = 12, *, kind=np.asarray) -> PublicSide:
+def public(classes: int = 2, m: int = 20, p: int = 12, *, kind=np.asarray) -> Records:
     rng = RNG(0)
     rows = Rows(kind(rng.standard_normal((m, p)) * 0.8 ** np.arange(p)), intercept=True)
     targets = one_hot(rng.integers(classes, size=m), classes, low=0.0)
-    return PublicSide(
-        outputs=targets.shape[1], width=rows.width, loss=Logistic(), rows=rows, targets=targets
-    )
+    return Records(loss=Logistic(), rows=rows, targets=targets)
+
+
+def size_of(side: Records) -> int:
+    return side.rows.width * np.shape(side.targets)[1]
 
 
 def explicit(span: Span) -> np.ndarray:
@@ -65,22 +65,16 @@ def test_the_whole_space() -> None:
     np.testing.assert_array_equal(whole.embed(v), v)
     np.testing.assert_array_equal(whole.lift(v), v)
     np.testing.assert_array_equal(whole.basis, np.eye(5))
-    tracker = WholeSpace().start(public())
-    assert tracker(np.zeros(13)) is tracker(np.ones(13))
-
-
-def test_rotation() -> None:
-    rng = RNG(3)
-    a, b = (Span(rng.standard_normal((6, 2)), copies=2) for _ in range(2))
-    np.testing.assert_allclose(rotation(a, b), explicit(a).T @ explicit(b), atol=1e-12)
-    assert rotation(a, a) is None
+    found = WholeSpace().find(None, np.zeros(13))
+    assert isinstance(found, Whole)
+    assert found.size == 13
 
 
 @pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix, sparse.csr_array])
 @pytest.mark.parametrize("rank", [3, 13, 50])
 def test_public_features_are_the_principal_directions(kind, rank: int) -> None:
     side = public(kind=kind)
-    span = PublicFeatures(rank=rank).start(side)(np.zeros(side.size))
+    span = PublicFeatures(rank=rank).find(side, np.zeros(size_of(side)))
     x = np.asarray(public().rows.x)
     top = np.linalg.svd(np.hstack([x, np.ones((len(x), 1))]))[2][:rank]
     assert span.size == len(top) == min(rank, 13)
@@ -89,10 +83,10 @@ def test_public_features_are_the_principal_directions(kind, rank: int) -> None:
 
 def test_gradients_of_linear_models_lie_in_the_span_of_their_rows() -> None:
     side = public(classes=3, m=5)
-    span = PublicFeatures(rank=5).start(side)(np.zeros(side.size))
+    span = PublicFeatures(rank=5).find(side, np.zeros(size_of(side)))
     assert span.size == 15
     records = PrivateRecords(rows=side.rows, targets=side.targets, loss=side.loss, divisor=5)
-    theta = RNG(4).standard_normal(side.size)
+    theta = RNG(4).standard_normal(size_of(side))
     for g in gradients(records, theta):
         np.testing.assert_allclose(span.lift(span.embed(g)), g, atol=1e-10)
 
@@ -100,47 +94,35 @@ def test_gradients_of_linear_models_lie_in_the_span_of_their_rows() -> None:
 @pytest.mark.parametrize("classes", [2, 3])
 def test_public_gradients_are_the_top_directions_at_the_weights(classes: int) -> None:
     side = public(classes=classes)
-    tracker = PublicGradients(rank=4, refresh=2).start(side)
+    oracle = PublicGradients(rank=4, refresh=2)
     records = PrivateRecords(rows=side.rows, targets=side.targets, loss=side.loss, divisor=1)
-    seen = []
-    for step in range(4):
-        theta = RNG(step).standard_normal(side.size)
-        span = tracker(theta)
-        seen.append(span)
-        if step % 2 == 0:
-            top = np.linalg.svd(gradients(records, theta))[2][:4]
-            assert np.cos(linalg.subspace_angles(span.basis, top.T)).min() > 1 - 1e-8
-    assert seen[0] is seen[1]
-    assert seen[2] is seen[3]
-    assert seen[0] is not seen[2]
+    for step in range(2):
+        theta = RNG(step).standard_normal(size_of(side))
+        span = oracle.find(side, theta)
+        top = np.linalg.svd(gradients(records, theta))[2][:4]
+        assert np.cos(linalg.subspace_angles(span.basis, top.T)).min() > 1 - 1e-8
 
 
-@pytest.mark.parametrize(("refresh", "steps"), [(1, 1), (1, 2), (3, 3), (3, 4)])
-def test_what_turns_says_so(refresh: int, steps: int) -> None:
-    side = public()
-    for oracle in (
-        WholeSpace(),
-        PublicFeatures(rank=2),
-        PublicGradients(rank=2, refresh=refresh),
+def test_when_a_subspace_is_found_anew() -> None:
+    for oracle, due in (
+        (WholeSpace(), [0]),
+        (PublicFeatures(rank=2), [0]),
+        (PublicGradients(rank=2), [0, 1, 2, 3, 4, 5]),
+        (PublicGradients(rank=2, refresh=3), [0, 3]),
     ):
-        tracker = oracle.start(side)
-        seen = [tracker(RNG(step).standard_normal(13)) for step in range(steps)]
-        assert oracle.turns_within(steps) == any(subspace is not seen[0] for subspace in seen)
+        assert [step for step in range(6) if oracle.due(step)] == due
 
 
 def test_refusals() -> None:
     side = public()
-    bare = PublicSide(outputs=1, width=13, loss=Logistic())
-    unlabelled = PublicSide(outputs=1, width=13, loss=Logistic(), rows=side.rows)
-    zeros = PublicSide(
-        outputs=1, width=3, loss=Logistic(), rows=Rows(np.zeros((4, 3)), intercept=False)
-    )
+    unlabelled = Records(loss=Logistic(), rows=side.rows)
+    zeros = Records(loss=Logistic(), rows=Rows(np.zeros((4, 3)), intercept=False))
     with pytest.raises(ValueError, match="PublicFeatures needs public rows: pass public=X_pub"):
-        PublicFeatures().start(bare)
-    with pytest.raises(ValueError, match=r"needs targets .*pass public=\(X_pub, y_pub\)"):
-        PublicGradients().start(unlabelled)
+        PublicFeatures().find(None, np.zeros(13))
+    with pytest.raises(ValueError, match=r"needs labels: pass public=\(X_pub, y_pub\)"):
+        PublicGradients().find(unlabelled, np.zeros(13))
     with pytest.raises(ValueError, match="are all zero"):
-        PublicFeatures().start(zeros)
+        PublicFeatures().find(zeros, np.zeros(3))
     with pytest.raises(ValueError, match="rank to be an integer of at least 1, got 0"):
         PublicFeatures(rank=0)
     with pytest.raises(ValueError, match="refresh to be an integer"):

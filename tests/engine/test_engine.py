@@ -588,8 +588,8 @@ def test_wrong_reduction_is_refused_and_good_losses_are_not() -> None:
     ("changes", "message"),
     [
         ({"noise_multiplier": 0.0}, "non_private=True"),
-        ({"noise_multiplier": -1.0}, "Expected noise_multiplier >= 0, got -1.0"),
-        ({"noise_multiplier": math.nan}, "Expected noise_multiplier >= 0, got nan"),
+        ({"noise_multiplier": -1.0}, "Expected noise_multiplier >= 0 and finite, got -1.0"),
+        ({"noise_multiplier": math.nan}, "Expected noise_multiplier to be a number, got nan"),
         ({"sample_rate": 0.0}, r"Expected sample_rate in \(0, 1\], got 0.0"),
         ({"sample_rate": 1.5}, r"Expected sample_rate in \(0, 1\], got 1.5"),
         ({"max_grad_norm": 2.0}, "max_grad_norm=2.0"),

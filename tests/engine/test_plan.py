@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpspan
 from dpspan.accounting.ledger import RECORDS_TOLD
-from dpspan.engine.plan import plan_noise, plan_run, plan_sampling
+from dpspan.engine.plan import plan_run
 from dpspan.public.data import PublicData
 from helpers.training import train
 
@@ -65,11 +65,8 @@ def test_no_private_record_is_needed_to_plan() -> None:
     plan = planned()
     assert (plan.expected_batch_size, plan.trainable_parameters) == (20.0, 10)
     assert plan.sampling.steps_per_epoch == 10
-    loader = DataLoader(Unread(), batch_size=20)
-    sampling = plan_sampling(loader, poisson_sampling=True, sample_rate=None)
-    budget = dpspan.Budget(epsilon=2.0, delta=1e-5)
-    z, events = plan_noise(sampling, 3, budget, dpspan.Ledger(accountant="rdp"))
-    assert events == 30
+    assert plan.sampling.events_per_epoch == 10
+    z = dpspan.calibrate(2.0, 1e-5, sample_rate=0.1, steps=30, accountant="rdp")
     assert 1.999 <= planned(noise_multiplier=z).epsilon(3, 1e-5) <= 2.0
 
 

@@ -185,7 +185,7 @@ def test_random_carriers_are_known_by_their_old_name() -> None:
     method = dpspan.RGP(rank=1, carriers="random", layers=lambda name: name == "0.weight")
     engine, *_ = private(network(), method=method, criterion=CRITERION)
     state = engine.state_dict()
-    state["run"] |= {"carriers": "Chance()", "orthogonal": True}
+    state["run"] |= {"carriers": "Chance()", "orthogonal": True, "full_scale": 1.0}
     engine.load_state_dict(state)
     state["run"]["orthogonal"] = False
     with pytest.raises(ValueError, match="orthogonal is False there"):

@@ -32,6 +32,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpspan.engine.plan import plan_sampling
 from dpspan.engine.sampling import (
     BatchMemoryManager,
     Draw,
@@ -39,7 +40,6 @@ from dpspan.engine.sampling import (
     Piece,
     PoissonDraw,
     PrivateLoader,
-    sample_rate_of,
 )
 from dpspan.support.randomness import FreshWorker
 
@@ -232,16 +232,16 @@ class Numbers(Dataset[Any]):
 def scripted(make=int, **options: Any) -> tuple[PrivateLoader, list[Piece]]:
     """A loader of SCRIPT and the list of pieces it announces."""
     pieces: list[Piece] = []
-    loader = PrivateLoader.from_data_loader(
+    loader = PrivateLoader(
         DataLoader(Numbers(9, make), batch_size=3, **options),
         Scripted(SCRIPT, records=9),
-        on_piece=pieces.append,
     )
+    loader.on_piece = pieces.append
     return loader, pieces
 
 
 def poisson(records=20, rate=0.2, steps=6, seed=None, **options: Any) -> PrivateLoader:
-    return PrivateLoader.from_data_loader(
+    return PrivateLoader(
         DataLoader(TensorDataset(torch.arange(records)), batch_size=2),
         PoissonDraw(records=records, sample_rate=rate, steps_per_epoch=steps),
         generator=None if seed is None else seeded(seed),
@@ -271,13 +271,13 @@ def test_pieces_make_up_the_logical_batches(records, parameter, rate, limit, see
         else PoissonDraw(records=records, sample_rate=rate, steps_per_epoch=parameter)
     )
     pieces: list[Piece] = []
-    loader = PrivateLoader.from_data_loader(
+    loader = PrivateLoader(
         DataLoader(TensorDataset(torch.arange(records))),
         draw,
         max_physical_batch_size=limit,
         generator=seeded(seed),
-        on_piece=pieces.append,
     )
+    loader.on_piece = pieces.append
     logical: list[list[int]] = []
     open_batch = False
     for handed, (batch,) in enumerate(loader, start=1):
@@ -408,9 +408,7 @@ def test_stand_ins_are_made_only_when_needed():
         assert i != 0
         return i
 
-    loader = PrivateLoader.from_data_loader(
-        DataLoader(Numbers(4, refuse_zero)), Scripted(((1, 2), (3,)), records=4)
-    )
+    loader = PrivateLoader(DataLoader(Numbers(4, refuse_zero)), Scripted(((1, 2), (3,)), records=4))
     assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
 
 
@@ -424,13 +422,12 @@ def test_steps_are_drawn_when_they_are_due():
                 yield batch
 
     draw = Watched(((0,), (1,), (), (2,), (0,)), records=3)
-    loader = PrivateLoader.from_data_loader(DataLoader(Numbers(3)), draw)
-    # An empty step is noticed when the next batch is there: one step ahead at most.
-    assert [len(drawn) for _ in loader] == [1, 2, 4, 4, 5]
+    loader = PrivateLoader(DataLoader(Numbers(3)), draw)
+    assert [len(drawn) for _ in loader] == [1, 2, 3, 4, 5]
 
 
 def test_a_full_script_of_empty_steps():
-    loader = PrivateLoader.from_data_loader(DataLoader(Numbers(2)), Scripted(((),) * 5, records=2))
+    loader = PrivateLoader(DataLoader(Numbers(2)), Scripted(((),) * 5, records=2))
     assert [batch.tolist() for batch in loader] == [[0]] * 5
 
 
@@ -447,7 +444,7 @@ def test_the_users_settings_are_kept():
         "collate_fn": tuple,
     }
     user = DataLoader(Numbers(9), batch_size=3, shuffle=True, **options)
-    loader = PrivateLoader.from_data_loader(user, Scripted(SCRIPT, records=9))
+    loader = PrivateLoader(user, Scripted(SCRIPT, records=9))
     assert loader._inner.worker_init_fn == FreshWorker(options.pop("worker_init_fn"))
     for name in [*options, "dataset"]:
         assert getattr(loader._inner, name) == getattr(user, name), name
@@ -473,8 +470,8 @@ def test_each_batch_is_announced_by_its_own_piece(workers, limit):
     for handed, (batch, pids) in enumerate(loader, start=1):
         assert len(pieces) == handed
         assert (pieces[-1].samples or 1) == len(batch)
-        # A stand-in is never sent through workers.
-        assert (os.getpid() in pids.tolist()) is (workers == 0 or pieces[-1].samples == 0)
+        # A stand-in is made where every batch is.
+        assert (os.getpid() in pids.tolist()) is (workers == 0)
         drawn = tuple(batch.tolist()) if pieces[-1].samples else ()
         steps = [*steps, drawn] if pieces[-1].first else [*steps[:-1], steps[-1] + drawn]
     assert tuple(steps) == SCRIPT
@@ -510,12 +507,12 @@ def test_leaving_an_epoch_lets_go_of_its_draw(how, workers):
             raise KeyError(how)
 
     before = set(multiprocessing.active_children())
-    loader = PrivateLoader.from_data_loader(
+    loader = PrivateLoader(
         DataLoader(Numbers(9), num_workers=workers, persistent_workers=workers > 0),
         # Long enough that no worker's prefetching gets to the end of the draw.
         Watched(((1, 2), (3,)) * 20, records=9),
-        on_piece=on_piece,
     )
+    loader.on_piece = on_piece
     if how == "break":
         for _ in loader:
             break
@@ -584,7 +581,7 @@ def test_position_counts_handed_steps_and_epoch_those_that_are_over():
 
 
 def test_passes_count_iterations_and_are_never_set_back():
-    loader = PrivateLoader.from_data_loader(
+    loader = PrivateLoader(
         DataLoader(TensorDataset(torch.arange(50))), PartitionDraw(records=50, batches=5)
     )
     seen: list[tuple[int, int]] = []
@@ -613,7 +610,8 @@ def test_a_refused_piece_is_not_counted():
     def refuse(piece: Piece) -> None:
         raise RuntimeError("budget spent")
 
-    loader = poisson(on_piece=refuse)
+    loader = poisson()
+    loader.on_piece = refuse
     with pytest.raises(RuntimeError, match="budget spent"):
         next(iter(loader))
     assert loader.position == 0
@@ -683,7 +681,7 @@ def test_the_middle_of_a_step_is_not_a_finished_step():
 
 def test_a_partition_restarts_its_epoch():
     def make() -> PrivateLoader:
-        return PrivateLoader.from_data_loader(
+        return PrivateLoader(
             DataLoader(TensorDataset(torch.arange(50))), PartitionDraw(records=50, batches=5)
         )
 
@@ -832,17 +830,19 @@ class Reversed(SequentialSampler):
 )
 def test_loaders_that_would_lose_their_meaning_are_refused(make, error, message):
     with pytest.raises(error, match=message):
-        sample_rate_of(make())
+        plan_sampling(make(), poisson_sampling=True, sample_rate=None)
     with pytest.raises(error, match=message):
-        PrivateLoader.from_data_loader(make(), Scripted(SCRIPT, records=9))
+        PrivateLoader(make(), Scripted(SCRIPT, records=9))
 
 
 def test_a_draw_for_another_dataset_is_refused():
     with pytest.raises(ValueError, match=r"Expected draw\.records 9, the dataset's, got 8\."):
-        PrivateLoader.from_data_loader(DataLoader(NINE), Scripted(SCRIPT, records=8))
+        PrivateLoader(DataLoader(NINE), Scripted(SCRIPT, records=8))
 
 
 @pytest.mark.parametrize(("batch_size", "rate"), [(3, 1 / 3), (9, 1.0), (100, 1.0)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_sample_rate_of_a_loader(batch_size, rate, shuffle):
-    assert sample_rate_of(DataLoader(NINE, batch_size=batch_size, shuffle=shuffle)) == rate
+    loader = DataLoader(NINE, batch_size=batch_size, shuffle=shuffle)
+    draw = plan_sampling(loader, poisson_sampling=True, sample_rate=None)
+    assert draw == PoissonDraw.one_pass(records=9, sample_rate=rate)

@@ -8,8 +8,8 @@ import numpy as np
 from scipy import sparse
 
 from dpspan.convex.fitting import GaussianNoise
-from dpspan.convex.public_rows import PublicSide
-from dpspan.convex.subspaces import Span, SubspaceOracle, Tracker
+from dpspan.convex.losses import Records
+from dpspan.convex.subspaces import Span, SubspaceOracle
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,9 +18,8 @@ class GivenBasis(SubspaceOracle):
 
     basis: np.ndarray
 
-    def start(self, public: PublicSide) -> Tracker:
-        span = Span(self.basis)
-        return lambda weights: span
+    def find(self, public: Records | None, weights: np.ndarray) -> Span:
+        return Span(self.basis)
 
 
 class ScriptedNoise(GaussianNoise):

@@ -66,5 +66,5 @@ def test_automatic_clipping_normalises() -> None:
 
 
 def test_stability_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="Expected stability > 0, got 0"):
+    with pytest.raises(ValueError, match="Expected stability > 0 and finite, got 0"):
         AutomaticClipping(stability=0)

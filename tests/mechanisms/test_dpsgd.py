@@ -19,13 +19,9 @@ from dpspan.mechanisms import Setting
 from dpspan.mechanisms.noise import Noise
 from helpers.oracle import per_sample_matrix
 from helpers.problems import loss_per_sample, make
-from helpers.subspaces import stepped
+from helpers.subspaces import flat, stepped
 
 CLIP = 1.5
-
-
-def flat(parts: dict[str, Tensor]) -> Tensor:
-    return torch.cat([part.flatten() for part in parts.values()])
 
 
 def mechanism(clipping: object = None) -> object:

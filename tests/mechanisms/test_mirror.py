@@ -38,7 +38,7 @@ from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms import Setting
 from dpspan.mechanisms.noise import Noise
 from helpers.oracle import clip_rows, per_sample_matrix
-from helpers.subspaces import stepped, summed
+from helpers.subspaces import flat, stepped, summed
 from helpers.traces import traces
 from helpers.training import N, data, network, setup, train, weights
 
@@ -279,10 +279,6 @@ def test_a_schedule_outside_its_range_is_refused(bad: Any) -> None:
 
 
 # -- privacy --------------------------------------------------------------------------------------
-
-
-def flat(sums: dict[str, Tensor]) -> Tensor:
-    return torch.cat([value.flatten() for value in sums.values()])
 
 
 def bound(**fields: Any) -> Any:

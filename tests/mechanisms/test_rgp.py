@@ -17,17 +17,16 @@ from dpspan import RGP, Capture, PrivacyEngine, per_sample_gradients
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import Left, Right
 from dpspan.mechanisms import Setting
-from dpspan.mechanisms.carried_weights import carried_weights
 from dpspan.mechanisms.carriers import (
     Carrier,
     History,
     RandomCarriers,
+    carried_weights,
     orthonormal,
-    principal,
-    unprivate_projection_residual,
 )
+from dpspan.mechanisms.low_rank import unprivate_projection_residual
 from dpspan.mechanisms.noise import Noise
-from helpers.subspaces import stepped
+from helpers.subspaces import flat, stepped
 from helpers.training import data, network, setup, train, weights
 
 F64 = torch.float64
@@ -230,10 +229,6 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 8)).double()
 
 
-def flat(sums: dict[str, Tensor]) -> Tensor:
-    return torch.cat([value.flatten() for value in sums.values()])
-
-
 @pytest.mark.parametrize("options", [{}, {"left_only": True}])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e12])
 def test_one_sample_moves_the_joint_tuple_by_at_most_the_clip(options: Any, size: float) -> None:
@@ -292,7 +287,7 @@ def test_every_trained_number_gets_its_noise(n: int) -> None:
         assert not torch.equal(left["0.weight"], right["0.weight"])
 
 
-@pytest.mark.parametrize("options", [{}, {"left_only": True}, {"full_scale": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"left_only": True}])
 def test_the_noise_that_is_noted_is_the_noise_of_the_update(options: Any) -> None:
     model = small_model()
     mechanism = RGP(rank=2, clip=CLIP, **options).bind(Setting(model=model))
@@ -335,29 +330,6 @@ def test_tied_weights_stay_full() -> None:
     assert (released["tokens.weight"] != 0).all()  # tokens that nobody used, too
 
 
-def test_the_scale_of_full_gradients_shifts_clip_and_noise() -> None:
-    model = small_model()
-    J = per_sample_gradients(model, losses, torch.randn(4, 12, dtype=F64))
-    plain, scaled = (
-        RGP(rank=2, clip=1e9, full_scale=scale).bind(Setting(model=model)) for scale in (1.0, 0.1)
-    )
-    sums = [m.clipped_sum(J) for m in (plain, scaled)]
-    assert torch.allclose(sums[1]["0.bias"], 0.1 * sums[0]["0.bias"])
-    assert torch.allclose(sums[1][Right("0.weight")], sums[0][Right("0.weight")])
-    released = [
-        stepped(m, total, Noise(seed=0), 0.0)
-        for m, total in zip((plain, scaled), sums, strict=True)
-    ]
-    assert torch.allclose(flat(released[0]), flat(released[1]), atol=1e-12)
-    tight = RGP(rank=2, clip=CLIP, full_scale=0.1).bind(Setting(model=model))
-    assert (
-        flat(
-            tight.clipped_sum(per_sample_gradients(model, losses, torch.randn(1, 12).double()))
-        ).norm()
-        <= CLIP
-    )
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_scaled_terms(name: str) -> None:
     build, shape = LAYERS[name]
@@ -386,8 +358,8 @@ def test_a_capture_with_carriers_keeps_the_images_only(name: str) -> None:
 def test_what_carriers_miss() -> None:
     """The paper's equations 5 and 6."""
     g = torch.randn(9, 7, generator=torch.Generator().manual_seed(0), dtype=F64)
-    values = torch.linalg.svdvals(g)
-    own = unprivate_projection_residual(g, principal(g, 2))
+    u, values, v = torch.linalg.svd(g, full_matrices=False)
+    own = unprivate_projection_residual(g, Carrier(u[:, :2], v[:2]))
     assert torch.allclose(own, values[2:].norm() / values.norm())
     other = carrier(torch.Size((9, 7)), 2)
     left, right = (torch.eye(n, dtype=F64) for n in (9, 7))
@@ -444,7 +416,6 @@ def test_a_resumed_run_has_the_history_it_would_have_had(tmp_path: Path) -> None
     [
         ({"rank": 0}, "rank to be an integer of at least 1"),
         ({"clip": 0.0}, "clip > 0"),
-        ({"full_scale": 0.0}, "full_scale > 0"),
         ({"carriers": "svd"}, "carriers history or random"),
         ({"seed": -1}, "seed to be an integer of at least 0"),
     ],

@@ -264,7 +264,7 @@ class NoLength(Dataset):
 
 def private_loader() -> PrivateLoader:
     draw = PoissonDraw.one_pass(records=N, sample_rate=0.5)
-    return PrivateLoader.from_data_loader(DataLoader(TensorDataset(X), batch_size=5), draw)
+    return PrivateLoader(DataLoader(TensorDataset(X), batch_size=5), draw)
 
 
 def test_a_private_loader_is_refused() -> None:

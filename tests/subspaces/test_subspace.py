@@ -884,14 +884,14 @@ def drawn(span: GroupedSubspace) -> Tensor:
 @pytest.mark.parametrize("dtype", [F64, F32], ids=str)
 def test_random_directions_are_orthonormal(dtype: torch.dtype) -> None:
     model = nn.Linear(9, 7).to(dtype)
-    span = RandomSpan(model, rank=12, redraw=False, seed=0).span(0, products=1.0)
+    span = RandomSpan(model, RandomSubspace(rank=12)).span(0, products=1.0)
     assert span.dimensions == 12
     b = drawn(span)
     assert_close(b @ b.T, torch.eye(12, dtype=F64), 1e-10 if dtype == F64 else 1e-5)
     # No direction is preferred: the mean squared entry of B is 1/p, column by column.
     many = torch.cat(
         [
-            drawn(RandomSpan(model, rank=12, redraw=False, seed=s).span(0, products=1.0))
+            drawn(RandomSpan(model, RandomSubspace(rank=12, seed=s)).span(0, products=1.0))
             for s in range(40)
         ]
     )
@@ -903,45 +903,47 @@ def test_random_directions_are_orthonormal(dtype: torch.dtype) -> None:
 def test_random_directions_stay_or_are_drawn_anew() -> None:
     model = nn.Linear(9, 7)
     how = {"products": 1.0}
-    fixed, fresh = (RandomSpan(model, rank=4, redraw=redraw, seed=5) for redraw in (False, True))
+    fixed, fresh = (
+        RandomSpan(model, RandomSubspace(rank=4, redraw=redraw, seed=5)) for redraw in (False, True)
+    )
     assert fixed.public == ()
     assert fixed.span(3, **how) is fixed.span(0, **how)
     first, second = drawn(fresh.span(0, **how)), drawn(fresh.span(1, **how))
     assert torch.linalg.svdvals(first @ second.T).max() < 0.95
     # By the seed and the number alone: the same in another process, and after a checkpoint.
-    again = RandomSpan(model, rank=4, redraw=True, seed=5)
+    again = RandomSpan(model, RandomSubspace(rank=4, redraw=True, seed=5))
     assert torch.equal(drawn(again.span(1, **how)), second)
-    other = RandomSpan(model, rank=4, redraw=True, seed=6)
+    other = RandomSpan(model, RandomSubspace(rank=4, redraw=True, seed=6))
     assert not torch.allclose(drawn(other.span(1, **how)), second)
 
 
 def test_fixed_random_directions_do_not_depend_on_when_they_are_asked_for() -> None:
     """A run that is resumed, or that starts with plain DP-SGD, asks later."""
     how = {"products": 1.0}
-    early, late = (RandomSpan(nn.Linear(9, 7), rank=4, redraw=False, seed=5) for _ in range(2))
+    early, late = (RandomSpan(nn.Linear(9, 7), RandomSubspace(rank=4, seed=5)) for _ in range(2))
     assert torch.equal(drawn(early.span(0, **how)), drawn(late.span(3, **how)))
 
 
 def test_random_directions_cover_what_is_trained() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     model[0].requires_grad_(False)
-    span = RandomSpan(model, rank=3, redraw=False, seed=0).span(0, products=1.0)
+    span = RandomSpan(model, RandomSubspace(rank=3)).span(0, products=1.0)
     assert list(span.parts) == [("1.weight", "1.bias")]
 
 
 def test_refused_random_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(9, 7)
     with pytest.raises(ValueError, match="rank of at most 70, the parameters, got 71"):
-        RandomSpan(model, rank=71, redraw=False, seed=0)
+        RandomSpan(model, RandomSubspace(rank=71))
     for rank in (0, 2.5, "3"):
         with pytest.raises(ValueError, match=rf"rank to be an integer of at least 1, got {rank!r}"):
             RandomSubspace(rank=rank)
     monkeypatch.setattr(anchors_module, "_CPU_BASIS_BYTES", 70 * 4)  # four times that is allowed
-    RandomSpan(model, rank=4, redraw=False, seed=0)
+    RandomSpan(model, RandomSubspace(rank=4))
     with pytest.raises(
         ValueError, match=r"5 random directions for 70 parameters would take 0\.0 GiB"
     ):
-        RandomSpan(model, rank=5, redraw=False, seed=0)
+        RandomSpan(model, RandomSubspace(rank=5))
 
 
 # -- edges ----------------------------------------------------------------------------------------

@@ -1,33 +1,39 @@
-"""Two datasets compared by their gradients, not privately: nothing here adds noise.
+"""Datasets compared by their gradients, NOT PRIVATELY: nothing here adds noise.
 
 Gradient subspace distance (GSD): G_priv, G_pub are per-sample gradients with random labels at the
 initial weights, V their top k right singular vectors, θ the principal angles between the two spans:
 
     GSD = √(k − Σ cos²θ) / √k    (the paper's Definition 3 lacks the √k that its numbers have)
+
+A ranking is a table of such numbers. All of it depends on private records without noise and is for
+the operator's eyes: whoever picks by it releases more than ε says. `choose_public` is the private
+way to pick.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
 
-from dpspan.choose.subspaces import (
-    PIECE,
-    Loss,
-    energies,
-    evaluated,
-    principal_subspace,
-    sample_gradients,
-)
-from dpspan.gradients.layers.terms import Rows
+from dpspan.accounting.ledger import Ledger
+from dpspan.choose.probe import PIECE, Loss, Probe, drawn, energies, principal_subspace
+from dpspan.gradients.layers.pairs import line_blocks
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
-from dpspan.support.randomness import seeded
+
+_WARNING = "NOT PRIVATE: computed from private records without noise, for the operator's eyes only"
+LOOKED_AT = "unprivate: public data were ranked by private data, without noise"
+_PRIVATE = "private"
 
 
 def gsd(
@@ -62,12 +68,11 @@ def gsd(
         >>> round(distance, 3)  # the same data, the same directions
         0.0
     """
-    model = evaluated(model)
-    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
+    probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
     private = Samples.of(private_batch, name="private")
     public = PublicData.of(public_batch, name="public")
     first, second = (  # the gradients of one are gone before those of the other are computed
-        principal_subspace(gradients_of(data), rank, of=data.name, fewer=False)
+        principal_subspace(probe.gradients(data), rank, of=data.name, fewer=False)
         for data in (private, public)
     )
     return subspace_distance(first, second)
@@ -89,12 +94,11 @@ def unprivate_captured_energy(
     if there are none), and public ones random labels; a function gets the labels that there are.
     The arguments are those of `gsd`.
     """
-    model = evaluated(model)
+    probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
     public = PublicData.of(public_batch, name="public")
-    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
-    subspace = principal_subspace(gradients_of(public), rank, of=public.name)
+    subspace = principal_subspace(probe.gradients(public), rank, of=public.name)
     private = Samples.of(private_batch, name="private")
-    return energies(gradients_of(private, own_labels=True), [subspace])[:, 0]
+    return energies(probe.gradients(private, own_labels=True), [subspace])[:, 0]
 
 
 @plain_arithmetic()
@@ -110,8 +114,11 @@ def subspace_distance(first: Subspace, second: Subspace) -> float:
             f"{second.dimensions}."
         )
     k = first.dimensions
-    both = PerSampleGradients.concatenate([_doubled(first), _doubled(second)])
-    gram = both.gram(both)
+    gram = torch.zeros(2 * k, 2 * k, dtype=torch.float64, device=first.gradients.device)
+    for name in first.gradients.shapes:
+        terms = [basis.gradients.term(name) for basis in (first, second)]
+        rows = torch.cat([term.rows(0, k) for term in terms]).double()
+        gram += rows @ rows.T
     lower, _ = torch.linalg.cholesky_ex(gram[:k, :k])
     other, _ = torch.linalg.cholesky_ex(gram[k:, k:])
     half: Tensor = torch.linalg.solve_triangular(lower, gram[:k, k:], upper=False)
@@ -119,45 +126,152 @@ def subspace_distance(first: Subspace, second: Subspace) -> float:
     return float((1 - cosines.square().sum() / k).clamp(0, 1).sqrt())
 
 
-def _doubled(subspace: Subspace) -> PerSampleGradients:
-    basis = subspace.gradients
-    rows = {name: [Rows(basis.term(name).rows(0, basis.samples).double())] for name in basis.terms}
-    like = basis.like.double()
-    return PerSampleGradients(basis.shapes, rows, basis.samples, like=like, scale=basis.scale)
+# -- a table of candidates ------------------------------------------------------------------------
 
 
-class ProbeNetwork(nn.Module):
-    """The GSD paper's probe network, for models too large to compare datasets with.
+@dataclass(frozen=True, kw_only=True)
+class UnprivateRow:
+    """What is known about one candidate; each number depends on private records."""
 
-    Logits of images (n, channels, height, width) of any size; the same weights for a seed. By its
-    Table 5b: 64 filters of 8 × 8, stride 5; pool 2; 16 filters of 4 × 4, stride 3; pool 2; 144
-    units into the classes. 144 = 16 × 3 × 3 is what images of 224 × 224 give, so others are
-    resized to that. 30,782 parameters for 3 channels and 14 classes.
+    name: str
+    samples: int
+    unprivate_gsd: float
+    unprivate_captured_energy: float  # mean over the private sample
+    unprivate_task2vec: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnprivateRanking:
+    """Candidates, nearest first by GSD; `unprivate_pairs[a][b]` is the GSD of any two datasets."""
+
+    rows: tuple[UnprivateRow, ...]
+    rank: int
+    unprivate_pairs: dict[str, dict[str, float]] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; says that it is not private."""
+        return {"private": False, "warning": _WARNING, **asdict(self)}
+
+    def to_json(self) -> str:
+        """`to_dict()` as a text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __rich__(self) -> Table:
+        shown = Table(title=f"Public candidates, k = {self.rank} (NOT PRIVATE)", caption=_WARNING)
+        shown.add_column("candidate")
+        for heading in ("samples", "GSD ↓", "captured energy ↑", "Task2Vec ↓"):
+            shown.add_column(heading, justify="right")
+        for row in self.rows:
+            found = row.unprivate_gsd, row.unprivate_captured_energy, row.unprivate_task2vec
+            shown.add_row(row.name, f"{row.samples:,}", *(f"{value:.3f}" for value in found))
+        return shown
+
+    def __str__(self) -> str:
+        console = Console(width=110, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def rank_public(
+    model: nn.Module,
+    loss_fn: Loss,
+    private: object,
+    candidates: Mapping[str, object],
+    *,
+    rank: int = 16,
+    samples: int = 2000,
+    seed: int = 0,
+    piece: int = PIECE,
+    ledger: Ledger | None = None,
+) -> UnprivateRanking:
+    """Compare public candidates with private data, without privacy, and say so.
+
+    `model`, `loss_fn` and `piece` are as for `gsd`.
+
+    Args:
+        private: the private data; at most `samples` of it are looked at.
+        candidates: public datasets by name.
+        rank: k, how many directions of each are compared.
+        samples: how many samples of each dataset.
+        seed: of the samples that are drawn and of their random labels.
+        ledger: where to note that this was looked at; the numbers themselves never go there.
 
     Examples:
         >>> import torch
-        >>> from dpspan.choose import ProbeNetwork
-        >>> ProbeNetwork(channels=3, classes=10)(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
+        >>> from torch import nn
+        >>> import dpspan
+        >>> model, criterion = nn.Linear(8, 3), nn.CrossEntropyLoss()
+        >>> records = torch.randn(100, 8)  # ones that you may look at
+        >>> candidates = {"same": records, "other": torch.ones(50, 8)}
+        >>> table = dpspan.rank_public(model, criterion, records, candidates, rank=2)
+        >>> [row.name for row in table.rows]
+        ['same', 'other']
     """
+    if not candidates:
+        raise ValueError("Expected at least 1 public candidate, got none.")
+    if _PRIVATE in candidates:
+        raise ValueError(f"Expected no candidate of the name {_PRIVATE!r}: rename it.")
+    probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
+    data = {
+        name: drawn(source, samples, seed=seed, name=name, kind=PublicData)
+        for name, source in candidates.items()
+    }
+    if ledger is not None:
+        ledger.warn(LOOKED_AT)
+    mine = drawn(private, samples, seed=seed, name=_PRIVATE, kind=Samples)
+    subspaces: dict[str, Subspace] = {}
+    fishers: dict[str, Tensor] = {}
+    for each in (mine, *data.values()):
+        gradients = probe.gradients(each)
+        fishers[each.name] = fisher_embedding(gradients)
+        subspaces[each.name] = principal_subspace(gradients, rank, of=each.name, fewer=False)
+        del gradients
+    own = probe.gradients(mine, own_labels=True)
+    captured = energies(own, [subspaces[name] for name in data]).mean(0).tolist()
+    pairs: dict[str, dict[str, float]] = {name: {name: 0.0} for name in subspaces}
+    for a, b in itertools.combinations(subspaces, 2):
+        pairs[a][b] = pairs[b][a] = subspace_distance(subspaces[a], subspaces[b])
+    rows = [
+        UnprivateRow(
+            name=name,
+            samples=each.count,
+            unprivate_gsd=pairs[_PRIVATE][name],
+            unprivate_captured_energy=energy,
+            unprivate_task2vec=task2vec_distance(fishers[_PRIVATE], fishers[name]),
+        )
+        for (name, each), energy in zip(data.items(), captured, strict=True)
+    ]
+    rows.sort(key=lambda row: row.unprivate_gsd)
+    return UnprivateRanking(rows=tuple(rows), rank=rank, unprivate_pairs=pairs)
 
-    def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:
-        super().__init__()
-        with seeded(seed):
-            self.layers = nn.Sequential(
-                nn.Conv2d(channels, 64, 8, stride=5),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-                nn.Conv2d(64, 16, 4, stride=3),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-                nn.Flatten(),
-                nn.Linear(16 * 3 * 3, classes),
-            )
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits, for a softmax or (several labels per image) a sigmoid in the loss."""
-        if images.shape[-2:] != (224, 224):
-            images = interpolate(images, (224, 224), mode="bilinear", antialias=True)
-        logits: Tensor = self.layers(images)
-        return logits
+# -- Task2Vec: datasets as diagonals of Fisher information matrices -------------------------------
+#
+# F = mean of g², averaged within each filter. Task2Vec trains the probe's last layer on each task
+# first and uses its labels; here the probe is as it is and labels are random, since candidates need
+# not have labels of the private task.
+
+
+@plain_arithmetic()
+def fisher_embedding(gradients: PerSampleGradients) -> Tensor:
+    """F, one number per output neuron or channel of each parameter, float64."""
+    means = []
+    for name, shape in gradients.shapes.items():
+        filters = shape[0] if shape else 1
+        width = shape.numel() // max(1, filters)
+        term = gradients.term(name)
+        for rows, _ in line_blocks(term, term, shape):
+            squares = rows.square().double().mean(0)
+            means.append(squares.unflatten(0, (-1, width)).mean(1))
+    return gradients.scale**2 * torch.cat(means)
+
+
+def task2vec_distance(first: Tensor, second: Tensor) -> float:
+    """Cosine distance of two embeddings, each divided by the sum of both; 0 to 1."""
+    total = first + second
+    a, b = (torch.where(total > 0, f / total, 0.0) for f in (first, second))
+    lengths = a.norm() * b.norm()
+    if not bool(lengths > 0):
+        return 0.0 if bool((first == second).all()) else 1.0
+    return float((1 - (a @ b) / lengths).clamp(0, 1))

@@ -22,73 +22,32 @@ draw takes could.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ClassVar, Protocol
-
-from dpspan.support.checks import expect
 
 Below = Callable[[int], int]  # a uniform whole number from 0 to below its argument
 
 
-class Pick(Protocol):
-    """A way to pick the index of a large score."""
-
-    name: ClassVar[str]
-
-    def draw(self, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
-        """One index; ε is per unit of the scores."""
-
-    def success(self, candidates: int, gap: float) -> float:
-        """The probability of the best if all others are `gap` = ε(q* − q_j) behind."""
+MECHANISMS = _PERMUTE, _EXPONENTIAL = "permute-and-flip", "exponential"
 
 
-@dataclass(frozen=True)
-class PermuteAndFlip:
-    """Candidates come up in random order, each once; the best is taken when it comes up."""
-
-    name: ClassVar[str] = "permute-and-flip"
-
-    def draw(self, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
-        left, best = list(range(len(scores))), max(scores)
-        while True:
-            index = left.pop(below(len(left)))
-            if coin(epsilon * (best - scores[index]), below):
-                return index
-
-    def success(self, candidates: int, gap: float) -> float:
-        # The best comes up after i others, each i as likely, and they must all be passed over.
-        passed = -math.expm1(-gap)
-        return sum(passed**i for i in range(candidates)) / candidates
+def pick(mechanism: str, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
+    """The index of a large score; ε is per unit of the scores."""
+    left, best = list(range(len(scores))), max(scores)
+    while True:
+        place = below(len(left))
+        index = left.pop(place) if mechanism == _PERMUTE else left[place]
+        if coin(epsilon * (best - scores[index]), below):
+            return index
 
 
-@dataclass(frozen=True)
-class ExponentialMechanism:
-    """Candidates come up at random until one is taken."""
-
-    name: ClassVar[str] = "exponential"
-
-    def draw(self, scores: Sequence[int], epsilon: Fraction, below: Below) -> int:
-        best = max(scores)
-        while True:
-            index = below(len(scores))
-            if coin(epsilon * (best - scores[index]), below):
-                return index
-
-    def success(self, candidates: int, gap: float) -> float:
+def probability_of_best(mechanism: str, candidates: int, gap: float) -> float:
+    """The probability of the best if all others are `gap` = ε(q* − q_j) behind."""
+    if mechanism == _EXPONENTIAL:
         return 1 / (1 + (candidates - 1) * math.exp(-gap))
-
-
-_PICKS: Mapping[str, Pick] = {
-    pick.name: pick for pick in (PermuteAndFlip(), ExponentialMechanism())
-}
-
-
-def pick_named(name: str) -> Pick:
-    """The mechanism of that name."""
-    expect(name in _PICKS, f"mechanism to be one of {sorted(_PICKS)}", name)
-    return _PICKS[name]
+    # The best comes up after i others, each i as likely, and they must all be passed over.
+    passed = -math.expm1(-gap)
+    return sum(passed**i for i in range(candidates)) / candidates
 
 
 def coin(gamma: Fraction, below: Below) -> bool:

@@ -1,4 +1,4 @@
-"""Private records: each read on its own, what it makes of each candidate, and exact sums of that.
+"""What each record gives each candidate: read on its own, checked to be its own, summed exactly.
 
 What one record looks like does not depend on the others: each is collated alone, so that a collate
 function that pads to the longest record, mixes records or counts them sees one. Only records that
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,52 +20,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from dpspan.choose.subspaces import PIECE, Loss, energies
+from dpspan.choose.probe import PIECE, Probe
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
-from dpspan.model.per_sample import per_sample_gradients
-from dpspan.public.data import hold, move
-from dpspan.public.losses import SampleCriterion
+from dpspan.public.data import PublicData, hold
+from dpspan.public.gradients import Piece, RandomLabels
+from dpspan.public.losses import SampleCriterion, call
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.errors import UnsupportedModule
 from dpspan.support.randomness import FreshWorker, fresh_randomness, seeded
 
 UNIT = 2**24  # scores are counted in whole numbers of 1/UNIT, so that their sums are exact
 
 
-class Score:
-    """s_ij of a batch of records: (n, candidates) float64, between 0 and 1.
-
-    Each batch meets the model and the loss as they were: on copies, so that nothing that a batch
-    leaves in them reaches the next. Batches of fewer than `piece` records are filled up with
-    repetitions, since the last bits of a result depend on the size of the batch.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss_fn: Loss, subspaces: Sequence[Subspace], *, piece: int = PIECE
-    ) -> None:
-        if isinstance(loss_fn, nn.Module):
-            loss_fn = SampleCriterion(loss_fn, instead="loss_fn=")
-        self._model_and_loss = model, loss_fn
-        self._subspaces, self._piece = subspaces, piece
-        self._device = next(model.parameters()).device
-        self.candidates = len(subspaces)
-
-    def __call__(self, inputs: Any, labels: Any | None, *, seed: int = 0) -> Tensor:
-        batch = move((inputs,) if labels is None else (inputs, labels), self._device)
-        count = len(tree_leaves(batch)[0])
-        rows = torch.arange(max(count, self._piece), device=self._device) % count
-        model, loss = copy.deepcopy(self._model_and_loss)
-        with torch.enable_grad(), seeded(seed):
-            filled = tree_map_only(Tensor, lambda leaf: leaf[rows], batch)
-            gradients = per_sample_gradients(model, loss, *filled, check=False)
-        return energies(gradients, self._subspaces)[:count].cpu()
-
-
-def totals(score: Score, batches: Iterable[tuple[Any, Any]], threshold: float | None) -> list[int]:
+def totals(
+    probe: Probe,
+    subspaces: Sequence[Subspace],
+    batches: Iterable[tuple[Any, Any]],
+    threshold: float | None,
+) -> list[int]:
     """q_j in whole numbers: exact, in any order of the records."""
     constants = torch.tensor([] if threshold is None else [threshold], dtype=torch.float64)
-    sums = torch.zeros(score.candidates + len(constants), dtype=torch.int64)
+    sums = torch.zeros(len(subspaces) + len(constants), dtype=torch.int64)
     for inputs, labels in batches:
-        scores = score(inputs, labels)
+        scores = probe.scores(subspaces, inputs, labels)
         scores = torch.cat([scores, constants.expand(len(scores), -1)], dim=1)
         sums += (scores * UNIT).long().sum(0)
     result: list[int] = sums.tolist()
@@ -117,8 +95,9 @@ def sampled_batches(
             read = next(batches, None)
         if read is None:
             break
-        for kind, batch in _by_kind(read).items():
-            full = _joined([waiting.pop(kind), batch]) if kind in waiting else batch
+        for kind, batch in read.items():
+            held = [waiting.pop(kind)] if kind in waiting else []
+            full = _joined([*held, batch])  # copies: handles of workers' shared memory are few
             if len(tree_leaves(full)[0]) >= piece:
                 yield tree_map(lambda leaf: leaf[:piece], full)
                 full = tree_map(lambda leaf: leaf[piece:], full)
@@ -133,15 +112,14 @@ class _Single(Subset[Any]):
     __getitems__ = None  # type: ignore[assignment]
 
 
-def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> list[Any]:
-    """Batches of records of one shape; in a worker, which had better not send each by itself."""
-    return list(_by_kind(_inputs_and_labels(collate([record])) for record in records).values())
+def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[Any, Any]:
+    """A batch for each structure, shapes and dtypes that there are.
 
-
-def _by_kind(batches: Iterable[Any]) -> dict[Any, Any]:
-    """Batches of the same structure, shapes and dtypes as one."""
+    Made in a worker, which had better not send each record by itself.
+    """
     alike: dict[Any, list[Any]] = {}
-    for batch in batches:
+    for record in records:
+        batch = _inputs_and_labels(collate([record]))
         leaves, form = tree_flatten(batch)
         kind = repr(form), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         alike.setdefault(kind, []).append(batch)
@@ -162,3 +140,104 @@ def _inputs_and_labels(batch: Any) -> tuple[Any, ...]:
         "that hold tensors with one row for each record, in the first dimension: private gradients "
         "are those of training, with the records' own labels."
     )
+
+
+# -- does a record's score depend on the records beside it? ---------------------------------------
+#
+# Public samples are scored, and again in another order, with other random numbers, and with half of
+# them replaced by the worst neighbours there are: the scores of the other half must not change.
+# Private data are not read, so a refusal may be published.
+
+# Rounding, at the most. 60,000 records that each move by this, either way as often, move their sum
+# by 5e-4: an eighth of what `selection` keeps for it.
+_TOLERANCE = 2e-6
+_SAMPLES = 64  # of each candidate, at the most
+
+
+def _times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda values: values * factor if values.is_floating_point() else values
+
+
+# What one half of the samples is replaced by, then the other half, and so on: NaN, outliers, and
+# copies of one sample, which show in any maximum, mean or count. Those are last, where they also
+# show what a loss remembers of the batches before.
+_NEIGHBOURS: tuple[Callable[[Tensor], Tensor], ...] = (
+    _times(torch.nan),
+    _times(1e4),
+    lambda values: values[:1].expand_as(values),
+    lambda values: values[:1].expand_as(values),
+)
+
+
+def check_independence(probe: Probe, subspaces: Sequence[Subspace], data: PublicData) -> None:
+    """`UnsupportedModule` if the scores of a probe are not those of single samples."""
+    probe = replace(probe, piece=min(probe.piece, _SAMPLES))
+    batch = _samples(probe, data)
+    alone = probe.scores(subspaces, *batch)
+    generator = torch.Generator().manual_seed(probe.seed)
+    same, beside = torch.randperm(len(alone), generator=generator).tensor_split(2)
+    for number, replaced in enumerate(_NEIGHBOURS, start=1):
+        same, beside = beside, same
+        order = torch.randperm(len(alone), generator=generator)
+        changed = _beside(batch, replaced, beside, order)
+        again = probe.scores(subspaces, *changed, seed=number)[order.argsort()]
+        if bool(((again - alone)[same].abs() > _TOLERANCE).any()):
+            raise UnsupportedModule(
+                "A sample's gradient depends on the other samples of its batch or on random "
+                "numbers, even in evaluation mode, so no record's influence on the choice would be "
+                f"bounded (seen with the public samples of '{data.name}'). Replace layers and "
+                "losses that mix samples, or use a ProbeNetwork; if it is rounding, compute in "
+                "float32 or float64."
+            )
+
+
+def _beside(
+    batch: tuple[Any, Any], replaced: Callable[[Tensor], Tensor], beside: Tensor, order: Tensor
+) -> tuple[Any, Any]:
+    def one(leaf: Tensor) -> Tensor:
+        rows = beside.to(leaf.device)
+        return leaf.index_copy(0, rows, replaced(leaf[rows]))[order.to(leaf.device)]
+
+    changed: tuple[Any, Any] = tree_map_only(Tensor, one, batch)
+    return changed
+
+
+def _samples(probe: Probe, data: PublicData) -> tuple[Any, Any]:
+    """Inputs and labels of at most a piece, each sample once (a single one stands beside itself).
+
+    Labels are random for a criterion, and the data's own for a function, as for gradients.
+    """
+    indices, inputs, labels = next(data.pieces(probe.piece, device=probe.device))
+    outputs = _outputs(probe, inputs, labels)
+    if isinstance(probe.loss_fn, nn.Module):
+        scores = SampleCriterion(probe.loss_fn, instead="loss_fn=").outputs(outputs, len(indices))
+        source = RandomLabels(seed=probe.seed).source(probe.loss_fn, data)
+        labels = source(Piece(0, indices, inputs, None), scores)
+    rows = torch.arange(max(len(indices), min(probe.piece, 2))) % len(indices)
+    batch: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], (inputs, labels))
+    return batch
+
+
+def _outputs(probe: Probe, inputs: Any, labels: Any) -> Any:
+    """What a copy of the model (or a function of it) returns.
+
+    Its buffers may change (a counter, a cache of positions), but not with the samples.
+    """
+    runs = []
+    for given in (inputs, tree_map_only(Tensor, torch.zeros_like, inputs)):
+        copied = copy.deepcopy(probe.model)
+        with torch.no_grad(), seeded(probe.seed):
+            if isinstance(probe.loss_fn, nn.Module):
+                returned = call(copied, given)
+            else:
+                returned = probe.loss_fn(copied, given, *(() if labels is None else (labels,)))
+        runs.append((returned, dict(copied.named_buffers())))
+    (outputs, state), (_, blank) = runs
+    for name, buffer in state.items():
+        if name not in blank or not torch.equal(buffer, blank[name]):
+            raise UnsupportedModule(
+                f"'{name}' changes with the samples that the model sees, even in evaluation mode: "
+                "a record would change the scores of others. Turn the running statistics of its "
+                "module off, or use a ProbeNetwork."
+            )
+    return outputs

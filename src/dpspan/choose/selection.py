@@ -20,27 +20,24 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 from scipy.optimize import brentq
 from torch import nn
 
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
-from dpspan.choose.others import check_independence
-from dpspan.choose.picking import pick_named
-from dpspan.choose.scores import UNIT, Score, private_loader, sampled_batches, totals
-from dpspan.choose.subspaces import (
-    PIECE,
-    Loss,
-    drawn,
-    evaluated,
-    principal_subspace,
-    sample_gradients,
+from dpspan.choose.picking import MECHANISMS, pick, probability_of_best
+from dpspan.choose.probe import PIECE, Loss, Probe, drawn, principal_subspace
+from dpspan.choose.scores import (
+    UNIT,
+    check_independence,
+    private_loader,
+    sampled_batches,
+    totals,
 )
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import refuse_overlap
-from dpspan.support.checks import check_count, check_number, check_seed, expect
+from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
 
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
@@ -125,12 +122,9 @@ def choose_public(
         True
     """
     refuse_several_processes()
-    seed = check_seed(seed)
-    epsilon, sample_rate = _checked(epsilon, sample_rate)
-    check_count("piece", piece)
+    epsilon, sample_rate = _checked(epsilon, sample_rate, mechanism)
     if threshold is not None:
         expect(0 <= check_number("threshold", threshold) <= 1, "0 <= threshold <= 1", threshold)
-    pick = pick_named(mechanism)
     choices: list[str | None] = [*candidates, *([] if threshold is None else [None])]
     if len(choices) < 2 or not candidates:
         raise ValueError(
@@ -139,28 +133,26 @@ def choose_public(
         )
     note = _note(len(choices), epsilon, mechanism, sample_rate, records)
     loader = private_loader(private)
-    model = evaluated(model)
+    probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
     event = pure_event(epsilon)
     ledger.reserve(event, 1)  # before the work: a choice that cannot be paid for is not computed
     data = {
-        name: drawn(each, samples, seed=seed, name=name, kind=PublicData)
+        name: drawn(each, samples, seed=probe.seed, name=name, kind=PublicData)
         for name, each in candidates.items()
     }
-    gradients_of = partial(sample_gradients, model, loss_fn, seed=seed, piece=piece)
-    subspaces = [principal_subspace(gradients_of(each), rank, of=n) for n, each in data.items()]
+    subspaces = [principal_subspace(probe.gradients(each), rank, of=n) for n, each in data.items()]
     for each in data.values():
-        check_independence(model, loss_fn, subspaces, each, seed=seed, piece=piece)
+        check_independence(probe, subspaces, each)
     # Private records are not read before this line, so no refusal above tells anything of them.
     for each in data.values():
         refuse_overlap(each, loader.dataset, loader.collate_fn)
-    score = Score(model, loss_fn, subspaces, piece=piece)
-    sums = totals(score, sampled_batches(loader, sample_rate, piece), threshold)
+    sums = totals(probe, subspaces, sampled_batches(loader, sample_rate, probe.piece), threshold)
     for each in data.values():
         detail = f"candidate of a private choice: {mechanism}, ε = {epsilon:g}, rank {rank}"
         ledger.declare_public(each.name, each.digest, each.count, detail=detail)
     ledger.charge(event)  # before anything is released
     rate = Fraction(_on_sample(epsilon, sample_rate)) * (1 - _KEPT) / UNIT
-    chosen = choices[pick.draw(sums, rate, secrets.randbelow)]
+    chosen = choices[pick(mechanism, sums, rate, secrets.randbelow)]
     return Choice(
         name=chosen,
         public=None if chosen is None else data[chosen],
@@ -193,10 +185,10 @@ def resolution(
     """
     records = check_count("records", records)
     candidates = check_count("candidates", candidates, least=2)
-    epsilon, sample_rate = _checked(epsilon, sample_rate)
+    epsilon, sample_rate = _checked(epsilon, sample_rate, mechanism)
     lowest = 1 / candidates
     expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
-    pick, spread = pick_named(mechanism), 0.0
+    spread = 0.0
     if sample_rate < 1:
         # Half of the failures may come from the sample: by Bernstein's inequality, for differences
         # between −1 and 1, a lead in the sample is this much smaller at the worst.
@@ -204,15 +196,16 @@ def resolution(
         variance = records * sample_rate * (1 - sample_rate)
         spread = likely / 3 + math.sqrt((likely / 3) ** 2 + 2 * likely * variance)
         success = (1 + success) / 2
-    gap = brentq(lambda gap: pick.success(candidates, gap) - success, 0.0, 700.0)
+    gap = brentq(lambda gap: probability_of_best(mechanism, candidates, gap) - success, 0.0, 700.0)
     lead = gap / (_on_sample(epsilon, sample_rate) * float(1 - _KEPT))
     return float((lead + spread) / (records * sample_rate))
 
 
-def _checked(epsilon: float, sample_rate: float) -> tuple[float, float]:
+def _checked(epsilon: float, sample_rate: float, mechanism: str) -> tuple[float, float]:
     epsilon = float(check_number("epsilon", epsilon))
     expect(0 < epsilon <= _LARGEST_EPSILON, f"0 < epsilon <= {_LARGEST_EPSILON:g}", epsilon)
     expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    expect(mechanism in MECHANISMS, f"mechanism to be one of {sorted(MECHANISMS)}", mechanism)
     return epsilon, float(sample_rate)
 
 

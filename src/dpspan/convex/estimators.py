@@ -30,9 +30,9 @@ from dpspan.convex.fitting import (
     configuration,
     schedule_of,
 )
-from dpspan.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared, one_hot
+from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
-from dpspan.convex.public_rows import PublicRows, PublicSide, digest, public_start, refuse_overlap
+from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
 from dpspan.convex.rows import Array, Rows, no_echo
 from dpspan.convex.scaling import Preparation, Scaling, scaling_of
 from dpspan.support.checks import check_count, check_number, expect
@@ -43,7 +43,7 @@ _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "
     "by classes=[...] if it is not."
 )
-STARTS = {"zero": lambda public: np.zeros(public.size), "public": public_start}
+STARTS = ("zero", "public")
 LOSSES: Mapping[str, Loss] = {"squared": Squared(), "huber": Huber()}
 
 
@@ -94,26 +94,28 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         if public is not None and not public.equal_rows_allowed:
             refuse_overlap(public.x, x, public.name)
 
-        preparation = scaling.prepare(None if public is None else public.x)
+        seen = None if public is None else public.x
+        preparation = Preparation() if scaling is None else scaling.prepare(seen)
         preparation = replace(preparation, row_norm=self.row_norm)
         rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept))
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
-        side = _public_side(records, preparation, public)
+        known = None if public is None else _known(public, preparation, records)
+        zero = np.zeros(targets.shape[1] * rows.width)
         ledger = self._opened(ledger)
         z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
         fit = Fit(
             records=records,
-            public=side,
+            public=known,
             clip=clip,
             noise_multiplier=z,
             ledger=ledger,
-            noise=self._noise(),
-            start=STARTS[self.start](side),
+            noise=GaussianNoise(self._seed()),
+            start=public_start(known) if self.start == "public" else zero,
             watch=partial(track, description="private steps") if self.verbose else iter,
         )
         ledger.reserve(GaussianDpEvent(z), method.steps)
         self._declare(ledger, divisor, task, public)
-        weights = method.minimise(fit).reshape(side.outputs, rows.width)
+        weights = method.minimise(fit).reshape(-1, rows.width)
         coef, constant = np.split(weights, [x.shape[1]], axis=1)  # one column, or none
         epsilon, document = ledger.epsilon(self.delta), self._certificate(fit, method, scaling)
         self.preparation_, self.epsilon_, self.certificate_ = preparation, epsilon, document
@@ -165,15 +167,14 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         """What sums are divided by; with it all that is not checked elsewhere."""
         expect(0 < check_number("epsilon", self.epsilon) < np.inf, "0 < epsilon", self.epsilon)
         check_promised_delta("delta", self.delta)
-        expect(self.start in list(STARTS), f"start to be one of {list(STARTS)}", self.start)
+        expect(self.start in STARTS, f"start to be one of {list(STARTS)}", self.start)
         if self.row_norm is not None:
             expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
         return count if self.records is None else check_count("records", self.records)
 
-    def _noise(self) -> GaussianNoise:
-        if self.random_state is None:
-            return GaussianNoise()
-        return GaussianNoise(int(check_random_state(self.random_state).randint(2**31)))
+    def _seed(self) -> int | None:
+        given = self.random_state
+        return None if given is None else int(check_random_state(given).randint(2**31))
 
     def _opened(self, ledger: Ledger | None) -> Ledger:
         if ledger is None:
@@ -204,11 +205,11 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             count = int(public.x.shape[0])
             ledger.declare_public(public.name, digest(public.x, public.y), count, detail)
 
-    def _certificate(self, fit: Fit, method: Method, scaling: Scaling) -> dict[str, Any]:
+    def _certificate(self, fit: Fit, method: Method, scaling: Scaling | None) -> dict[str, Any]:
         training = {
             "kind": "convex, full batch",
             "method": configuration(method),
-            "loss": repr(fit.public.loss),
+            "loss": repr(fit.records.loss),
             "clip": configuration(fit.clip),
             "scaling": configuration(scaling),
             "row_norm": configuration(self.row_norm),
@@ -221,22 +222,16 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
 
 
-def _public_side(
-    records: PrivateRecords, preparation: Preparation, public: PublicRows | None
-) -> PublicSide:
-    """What is public about the problem, the prepared public rows among it."""
-    outputs, width = records.targets.shape[1], records.rows.width
-    side = PublicSide(outputs=outputs, width=width, loss=records.loss)
-    if public is None:
-        return side
-    rows = Rows(preparation.apply(public.x), intercept=records.rows.intercept)
+def _known(public: PublicRows, preparation: Preparation, private: Records) -> Records:
+    """The public rows, prepared like the private ones."""
+    rows = Rows(preparation.apply(public.x), intercept=private.rows.intercept)
     endless = int((~np.isfinite(rows.norm_bounds)).sum())
     if endless:
         raise ValueError(
             f"Expected public rows of finite length, got {endless} that are too long once scaled: "
             "take them out of public, or bound the features by scaling=FeatureBounds(...)."
         )
-    return replace(side, rows=rows, targets=public.y)
+    return Records(rows=rows, targets=public.y, loss=private.loss)
 
 
 @lru_cache(maxsize=256)  # a function of four numbers that takes half a second

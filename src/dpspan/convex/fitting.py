@@ -20,9 +20,8 @@ import numpy as np
 from dp_accounting import GaussianDpEvent
 
 from dpspan.accounting.ledger import Ledger
-from dpspan.convex.losses import Loss
-from dpspan.convex.public_rows import PublicSide
-from dpspan.convex.rows import Array, Rows
+from dpspan.convex.losses import Records
+from dpspan.convex.rows import Array
 from dpspan.support.checks import check_number, check_positive, expect, shown
 
 _SMALLEST, _LARGEST = 1e-100, 1e100  # clips: their squares, which noise is made of, stay exact
@@ -100,19 +99,15 @@ class GaussianNoise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateRecords:
-    """The records to protect, as a problem in the weights W (c, width)."""
+class PrivateRecords(Records):
+    """The records to protect."""
 
-    rows: Rows
-    targets: Array
-    loss: Loss
     divisor: int  # n, a public constant
 
     def weights(self, parameters: Array, clip: float) -> Array:
         """Each record's part of the sum, f_i D_i (n, c)."""
-        margins = self.rows.margins(parameters.reshape(self.targets.shape[1], -1))
         with np.errstate(all="ignore"):  # what is not finite counts as zero
-            derivatives = self.loss.derivative(margins, self.targets)
+            derivatives = self.derivatives(parameters)
         return self.rows.clipped_weights(derivatives, clip)
 
     def unprivate_mean(self, parameters: Array, clip: float) -> Array:
@@ -125,7 +120,7 @@ class Fit:
     """One fit: what it is about, what it may spend and where its noise comes from."""
 
     records: PrivateRecords
-    public: PublicSide
+    public: Records | None
     clip: ClipSchedule
     noise_multiplier: float
     ledger: Ledger

@@ -1,4 +1,4 @@
-"""Losses of linear models as functions of the margins.
+"""Losses of linear models as functions of the margins, and records under such a loss.
 
     M = X Wᵀ    margins, (n, c): one column for two classes or a number, c for c classes
     Y           targets, (n, c), as `one_hot` makes them from labels
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from dpspan.convex.rows import Array
+from dpspan.convex.rows import Array, Rows
 from dpspan.support.checks import check_number, expect
 
 
@@ -94,3 +94,36 @@ def one_hot(codes: NDArray[np.intp], classes: int, *, low: float) -> Array:
     """Class codes as targets: 1 for the class, `low` for the others; two classes in one column."""
     targets = np.where(codes[:, None] == np.arange(classes), 1.0, low)
     return targets[:, 1:] if classes == 2 else targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Records and a loss, private or public: a problem in the weights W (c, width)."""
+
+    rows: Rows
+    targets: Array | None = None  # (n, c); public rows may have none
+    loss: Loss
+
+    def derivatives(self, parameters: Array) -> Array:
+        """D at θ = W.ravel(), (n, c)."""
+        return self.loss.derivative(*self._margins_and_targets(parameters))
+
+    def losses(self, parameters: Array) -> Array:
+        """ℓ at θ, (n,)."""
+        return self.loss.value(*self._margins_and_targets(parameters))
+
+    def _margins_and_targets(self, parameters: Array) -> tuple[Array, Array]:
+        assert self.targets is not None  # see `required`
+        return self.rows.margins(parameters.reshape(-1, self.rows.width)), self.targets
+
+
+def required(public: Records | None, who: str, *, labels: bool = False) -> Records:
+    """The public rows, or a ValueError naming who needs them."""
+    if public is None:
+        raise ValueError(
+            f"{who} needs public rows: pass public=X_pub to fit, or choose a method without "
+            "a public subspace, method='gd' for example."
+        )
+    if labels and public.targets is None:
+        raise ValueError(f"{who} needs labels: pass public=(X_pub, y_pub) to fit.")
+    return public

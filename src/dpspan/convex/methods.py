@@ -25,8 +25,14 @@ from typing import TypeAlias
 import numpy as np
 
 from dpspan.convex.fitting import Fit
-from dpspan.convex.metric import project_onto_ball
-from dpspan.convex.preconditioners import FromNoisyGradients, Preconditioner, Released, Step, Update
+from dpspan.convex.preconditioners import (
+    FromNoisyGradients,
+    Preconditioner,
+    Released,
+    Step,
+    Update,
+    project_onto_ball,
+)
 from dpspan.convex.rows import Array
 from dpspan.convex.subspaces import (
     PublicFeatures,
@@ -60,16 +66,15 @@ class _Descent:
     def minimise(self, fit: Fit) -> Array:
         """The parameters released by a fit, (P,); what is wrong is refused before it is charged."""
         theta, clips, n = fit.start, fit.clips(self.steps), fit.records.divisor
-        subspace_at = self.subspace.start(fit.public)
-        subspace = _checked(subspace_at(theta))
+        subspace = self._subspace_at(fit, theta)
         share, update = self._preconditioned(fit, subspace)
         z_b = fit.noise_multiplier / math.sqrt(1 - share)
         skipped = self.steps - max(math.ceil(self.average * self.steps), 1)
         average = np.zeros_like(theta)
         for t in fit.watch(range(1, self.steps + 1)):
             clip = clips[t - 1]
-            if t > 1:
-                subspace = _checked(subspace_at(theta))
+            if t > 1 and self.subspace.due(t - 1):
+                subspace = self._subspace_at(fit, theta)
             fit.charge()
             m = fit.records.unprivate_mean(theta, clip)
             std = z_b * clip / n
@@ -88,6 +93,15 @@ class _Descent:
     def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
         """The share of 1/z² that a preconditioner takes, and its updates, if there is one."""
         return 0.0, None
+
+    def _subspace_at(self, fit: Fit, theta: Array) -> Subspace:
+        subspace = self.subspace.find(fit.public, theta)
+        if type(subspace) not in (Span, Whole):
+            raise TypeError(
+                f"Expected a subspace oracle to give a Span or Whole, got {subspace!r}: the noise "
+                "is made for coordinates that are no longer than what they stand for."
+            )
+        return subspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +136,7 @@ class NoisyAdaGrad(_Descent):
         expect(known, "preconditioner to be one of dpspan.convex", self.preconditioner)
 
     def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
-        turns = self.subspace.turns_within(self.steps)
+        turns = any(self.subspace.due(step) for step in range(1, self.steps))
         return self.preconditioner.share, self.preconditioner.begin(fit, subspace, turns=turns)
 
 
@@ -148,12 +162,3 @@ def method_of(given: str | Method) -> Method:
     known, names = isinstance(given, str) and given in METHODS, ", ".join(map(repr, METHODS))
     expect(known, f"method to be one of {names}, GradientDescent(...) or NoisyAdaGrad(...)", given)
     return METHODS[given]
-
-
-def _checked(subspace: Subspace) -> Subspace:
-    if type(subspace) not in (Span, Whole):
-        raise TypeError(
-            f"Expected a subspace oracle to give a Span or Whole, got {subspace!r}: the noise is "
-            "made for coordinates that are no longer than what they stand for."
-        )
-    return subspace

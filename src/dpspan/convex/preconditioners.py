@@ -28,16 +28,87 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import numpy as np
+from scipy import optimize
 
 from dpspan.convex.fitting import Fit
-from dpspan.convex.metric import Metric
 from dpspan.convex.rows import Array, Rows
-from dpspan.convex.subspaces import Subspace, rotation
+from dpspan.convex.subspaces import Subspace
 from dpspan.support.checks import check_number, expect
 
 LARGEST_MATRIX = 4000  # dimensions in which a full matrix is still built and decomposed
 COMFORTABLE_MATRIX = 1000  # and up to which nobody has to ask for it
 _DEPENDENT = 1e-14  # of a vector's length: what is left of it within rounding of the span
+
+
+@dataclass(frozen=True)
+class Metric:
+    """H = Q diag(λ) Qᵀ with λ ≥ 0; without vectors Q is the identity."""
+
+    values: Array
+    vectors: Array | None = None
+
+    def solve(self, u: Array) -> Array:
+        """H⁺u: the pseudo-inverse, zero where λ is."""
+        inverse = np.divide(1.0, self.values, out=np.zeros_like(self.values), where=self._positive)
+        return self._from_axes(inverse * self._to_axes(u))
+
+    def closest_in_ball(self, u: Array, radius: float) -> Array:
+        """argmin ‖a − u‖_H over ‖a‖ ≤ radius.
+
+        The optimum is (H + μI)⁻¹H u for the μ ≥ 0 that brings it into the ball; its norm falls
+        with μ. Where λ is zero the seminorm does not care, and the optimum is zero there.
+        """
+        if np.linalg.norm(u) <= radius:
+            return u
+        positive = self._positive
+        values, b = self.values[positive], self._to_axes(u)
+        inside = b[positive]
+        beyond = float(np.linalg.norm(inside)) / radius - 1
+        if beyond > 0:
+            high = 2 * float(values.max()) * beyond  # if all λ were the largest, half of it is μ
+
+            def excess(mu: float) -> float:
+                return float(np.linalg.norm(values / (values + mu) * inside)) - radius
+
+            # Next to the ball rounding may put the end of the bracket before the root.
+            tight = {"xtol": np.finfo(float).tiny, "rtol": 1e-14, "maxiter": 2000}
+            mu = high if excess(high) >= 0 else optimize.brentq(excess, 0.0, high, **tight)
+            inside = values / (values + mu) * inside
+            inside *= min(1.0, radius / float(np.linalg.norm(inside)))
+        b = np.zeros_like(b)
+        b[positive] = inside
+        return self._from_axes(b)
+
+    @property
+    def _positive(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return np.asarray(self.values > 1e-14 * self.values.max(initial=0.0))
+
+    def _to_axes(self, u: Array) -> Array:
+        return u if self.vectors is None else self.vectors.T @ u
+
+    def _from_axes(self, u: Array) -> Array:
+        return u if self.vectors is None else self.vectors @ u
+
+
+def project_onto_ball(
+    y: Array, radius: float | None, subspace: Subspace, metric: Metric | None = None
+) -> Array:
+    """The point of the ball ‖θ‖ ≤ radius that is closest to y in the metric of a subspace.
+
+    What lies outside of the subspace does not count in that (semi-)norm: it stays, shortened if
+    the ball has no room for it. Without a metric it is the ordinary projection.
+    """
+    length = float(np.linalg.norm(y))
+    if radius is None or length <= radius:
+        return y
+    if metric is None:
+        return y * (radius / length)
+    inside = subspace.embed(y)
+    outside = y - subspace.lift(inside)
+    nearest = metric.closest_in_ball(inside, radius)
+    room = np.sqrt(max(radius**2 - float(nearest @ nearest), 0.0))
+    rest = float(np.linalg.norm(outside))
+    return np.asarray(subspace.lift(nearest) + outside * min(1.0, room / max(rest, 1e-300)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +243,7 @@ class GradientHistory:
     """Mean gradients, added one by one; private, unless the gradients are not."""
 
     def __init__(self, size: int) -> None:
-        self._q = np.empty((size, 0))
-        self._rows: list[Array] = []
+        self._q, self._l = np.empty((size, 0)), np.empty((0, 0))
 
     def add(self, gradient: Array) -> None:
         """Gram–Schmidt, twice: once loses orthogonality where little is left.
@@ -188,17 +258,16 @@ class GradientHistory:
             along = self._q.T @ rest
             coordinates, rest = coordinates + along, rest - self._q @ along
         left = float(np.linalg.norm(rest))
-        if left > _DEPENDENT * float(np.linalg.norm(unit)) and self._q.shape[1] < len(rest):
+        new = left > _DEPENDENT * float(np.linalg.norm(unit)) and self._q.shape[1] < len(rest)
+        if new:
             self._q = np.column_stack([self._q, rest / left])
             coordinates = np.append(coordinates, left)
-        self._rows.append(scale * coordinates)
+        self._l = np.pad(self._l, [(0, 1), (0, int(new))])
+        self._l[-1] = scale * coordinates
 
     def root_in(self, subspace: Subspace) -> Array:
         """VᵀG V, (k, k)."""
-        lower = np.zeros((len(self._rows), self._q.shape[1]))
-        for place, row in zip(lower, self._rows, strict=True):
-            place[: len(row)] = row
-        _, singular, right = np.linalg.svd(lower, full_matrices=False)
+        _, singular, right = np.linalg.svd(self._l, full_matrices=False)
         # VᵀG V = Aᵀ diag(s) A with A = Rᵀ QᵀV
         a = right @ subspace.embed(self._q).T
         return np.asarray((a.T * singular) @ a)
@@ -213,24 +282,23 @@ class _CoordinateSum:
 
     def add(self, matrix: Array, subspace: Subspace) -> Array:
         """The sum so far, what came before projected onto this subspace."""
-        if self._subspace is not None:
-            turn = rotation(subspace, self._subspace)
-            if turn is not None:
-                self._total = turn @ self._total @ turn.T
-        self._subspace, self._total = subspace, self._total + matrix
+        before, self._subspace = self._subspace, subspace
+        if before is not None and before is not subspace:
+            turn = subspace.embed(before.basis)
+            self._total = turn @ self._total @ turn.T
+        self._total = self._total + matrix
         return self._total
 
 
 def _second_moment(rows: Rows, weights: Array, subspace: Subspace) -> Array:
     """Σ_i (Vᵀg_i)(Vᵀg_i)ᵀ of the clipped gradients g_i = w_i ⊗ x̄_i, (k, k)."""
-    basis, outputs, width = subspace.basis, weights.shape[1], rows.width
     if subspace.copies > 1:
-        projected = rows.margins(basis.T)
-        embedded = (weights[:, :, None] * projected[:, None, :]).reshape(len(rows), -1)
+        projected = rows.margins(subspace.basis.T)
+        embedded = np.hstack([column[:, None] * projected for column in weights.T])
     else:
-        blocks = basis.reshape(outputs, width, -1)
-        parts = (weights[:, [c]] * rows.margins(blocks[c].T) for c in range(outputs))
-        embedded = np.sum(list(parts), axis=0)
+        blocks = subspace.basis.reshape(weights.shape[1], rows.width, -1)
+        pairs = zip(weights.T, blocks, strict=True)
+        embedded = sum(column[:, None] * rows.margins(block.T) for column, block in pairs)
     return np.asarray(embedded.T @ embedded)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, sparse
 
-from dpspan.convex.losses import Loss
+from dpspan.convex.losses import Records, required
 from dpspan.convex.rows import Array, Features, Rows, no_echo
 from dpspan.support.checks import expect
 
@@ -101,63 +101,33 @@ def _fingerprints(x: Any) -> Iterator[bytes]:
         yield row.digest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicSide:
-    """What is public about a problem: its shape, its loss and maybe some rows with targets."""
-
-    outputs: int  # c
-    width: int  # weights of an output, the constant column among them
-    loss: Loss
-    rows: Rows | None = None
-    targets: Array | None = None
-
-    @property
-    def size(self) -> int:
-        """How many parameters there are."""
-        return self.outputs * self.width
-
-    def require_rows(self, who: str) -> Rows:
-        """The public rows, or a ValueError naming who needs them."""
-        if self.rows is None:
-            raise ValueError(
-                f"{who} needs public rows: pass public=X_pub to fit, or choose a method without "
-                "a public subspace, method='gd' for example."
-            )
-        return self.rows
-
-
-def public_start(public: PublicSide) -> Array:
+def public_start(public: Records | None) -> Array:
     """Weights of the smallest loss on the public rows, under the ridge penalty they choose.
 
     Of a fixed list, the penalty whose fits to four fifths of the rows do best on the rest.
     """
-    rows, targets, loss = public.require_rows("start='public'"), public.targets, public.loss
-    if targets is None:
-        raise ValueError("start='public' needs labels: pass public=(X_pub, y_pub) to fit.")
-    fold = np.arange(len(rows)) % min(_FOLDS, max(len(rows), 2))
+    known = required(public, "start='public'", labels=True)
+    targets = np.asarray(known.targets)
+    fold = np.arange(len(known.rows)) % _FOLDS
+    folds = range(min(_FOLDS, len(fold)) if len(fold) > 1 else 0)
 
-    def some(chosen: NDArray[np.bool_]) -> tuple[Rows, Array]:
-        return Rows(rows.x[chosen], intercept=rows.intercept), targets[chosen]
+    def some(chosen: NDArray[np.bool_]) -> Records:
+        rows = Rows(known.rows.x[chosen], intercept=known.rows.intercept)
+        return replace(known, rows=rows, targets=targets[chosen])
 
     def fitted(chosen: NDArray[np.bool_], penalty: float) -> Array:
-        x, y = some(chosen)
+        part = some(chosen)
 
         def objective(theta: Array) -> tuple[float, Array]:
-            margins = x.margins(theta.reshape(public.outputs, -1))
-            gradient = x.combine(loss.derivative(margins, y)).ravel() / len(x)
-            value = float(loss.value(margins, y).mean()) + penalty / 2 * float(theta @ theta)
+            gradient = part.rows.combine(part.derivatives(theta)).ravel() / len(part.rows)
+            value = float(part.losses(theta).mean()) + penalty / 2 * float(theta @ theta)
             return value, gradient + penalty * theta
 
-        found = optimize.minimize(objective, np.zeros(public.size), jac=True, method="L-BFGS-B")
+        zero = np.zeros(targets.shape[1] * known.rows.width)
+        found = optimize.minimize(objective, zero, jac=True, method="L-BFGS-B")
         return np.asarray(found.x)
 
     def held_out_loss(penalty: float) -> float:
-        total = 0.0
-        for held in (fold == k for k in np.unique(fold)):
-            if not held.all():
-                x, y = some(held)
-                margins = x.margins(fitted(~held, penalty).reshape(public.outputs, -1))
-                total += float(loss.value(margins, y).sum())
-        return total
+        return sum(float(some(fold == k).losses(fitted(fold != k, penalty)).sum()) for k in folds)
 
     return fitted(fold >= 0, min(_PENALTIES, key=held_out_loss))

@@ -31,8 +31,8 @@ class Preparation:
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
             if self.row_norm is not None:
                 factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
-                by_row = sparse.diags_array(factors).tocsr() if sparse.issparse(x) else None
-                x = x * factors[:, None] if by_row is None else by_row @ x
+                by_row = factors[:, None]
+                x = x.multiply(by_row).tocsr() if sparse.issparse(x) else x * by_row
             return x
 
     def _scaled(self, x: Array) -> Array:
@@ -57,14 +57,6 @@ def _merged(x: Features) -> Features:
     x = x.copy()
     x.sum_duplicates()
     return x
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoScaling:
-    """Features as they are."""
-
-    def prepare(self, public: Features | None) -> Preparation:
-        return Preparation()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +114,14 @@ class PublicScaling:
         return Preparation(shift=shift, scale=found.scale_, limit=self.limit)
 
 
-Scaling: TypeAlias = NoScaling | FeatureBounds | PublicScaling
+Scaling: TypeAlias = FeatureBounds | PublicScaling
 
 
-def scaling_of(given: str | Scaling | None) -> Scaling:
-    """The scaling meant by None, "public" or an object."""
-    if given is None:
-        return NoScaling()
+def scaling_of(given: str | Scaling | None) -> Scaling | None:
+    """The scaling meant by None (features as they are), "public" or an object."""
     if isinstance(given, str) and given == "public":
         return PublicScaling()
-    if not isinstance(given, NoScaling | FeatureBounds | PublicScaling):
+    if not isinstance(given, FeatureBounds | PublicScaling | None):
         raise ValueError(
             f"Expected scaling to be None, 'public' or FeatureBounds(low=..., high=...), got "
             f"{shown(given)}. Scaling by the mean, range or norm of private records would release "

@@ -15,14 +15,13 @@ no privacy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from scipy import linalg
 
-from dpspan.convex.public_rows import PublicSide
+from dpspan.convex.losses import Records, required
 from dpspan.convex.rows import Array, Rows
 from dpspan.support.checks import check_count
 
@@ -80,36 +79,23 @@ class Span:
 Subspace: TypeAlias = Whole | Span
 
 
-def rotation(new: Subspace, old: Subspace) -> Array | None:
-    """V_newᵀ V_old, (k_new, k_old); None where both are the same."""
-    if new is old:
-        return None
-    columns = [old.lift(unit) for unit in np.eye(old.size)]
-    return new.embed(np.stack(columns, axis=1))
-
-
-Tracker = Callable[[Array], Subspace]
-"""The subspace for a step at these (released) weights; the same object while it stays."""
-
-
 class SubspaceOracle(Protocol):
     """Configuration of where noise is drawn; frozen and public."""
 
-    def start(self, public: PublicSide) -> Tracker:
-        """The subspaces of one fit."""
+    def find(self, public: Records | None, weights: Array) -> Subspace:
+        """The subspace for a step at these (released) weights."""
 
-    def turns_within(self, steps: int) -> bool:
-        """Whether the subspace may change in that many steps."""
-        return False
+    def due(self, step: int) -> bool:
+        """Whether to find it anew at this step, counted from 0."""
+        return step == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeSpace(SubspaceOracle):
     """All dimensions."""
 
-    def start(self, public: PublicSide) -> Tracker:
-        whole = Whole(public.size)
-        return lambda weights: whole
+    def find(self, public: Records | None, weights: Array) -> Subspace:
+        return Whole(len(weights))
 
 
 Everything = WholeSpace  # its name in 0.1
@@ -124,11 +110,10 @@ class PublicFeatures(SubspaceOracle):
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
 
-    def start(self, public: PublicSide) -> Tracker:
-        rows = public.require_rows("PublicFeatures")
+    def find(self, public: Records | None, weights: Array) -> Subspace:
+        rows = required(public, "PublicFeatures").rows
         basis = _top_directions(rows, np.ones((len(rows), 1)), self.rank)
-        span = Span(basis, copies=public.outputs)
-        return lambda weights: span
+        return Span(basis, copies=len(weights) // rows.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,29 +127,12 @@ class PublicGradients(SubspaceOracle):
         check_count("rank", self.rank)
         check_count("refresh", self.refresh)
 
-    def start(self, public: PublicSide) -> Tracker:
-        rows = public.require_rows("PublicGradients")
-        if public.targets is None:
-            raise ValueError(
-                "PublicGradients needs targets for the public rows: pass public=(X_pub, y_pub) to "
-                "fit, or take PublicFeatures."
-            )
-        targets, calls = public.targets, 0
-        span: Span | None = None
+    def find(self, public: Records | None, weights: Array) -> Subspace:
+        known = required(public, "PublicGradients", labels=True)
+        return Span(_top_directions(known.rows, known.derivatives(weights), self.rank))
 
-        def track(weights: Array) -> Subspace:
-            nonlocal span, calls
-            if span is None or calls % self.refresh == 0:
-                margins = rows.margins(weights.reshape(public.outputs, public.width))
-                derivatives = public.loss.derivative(margins, targets)
-                span = Span(_top_directions(rows, derivatives, self.rank))
-            calls += 1
-            return span
-
-        return track
-
-    def turns_within(self, steps: int) -> bool:
-        return steps > self.refresh
+    def due(self, step: int) -> bool:
+        return step % self.refresh == 0
 
 
 def _top_directions(rows: Rows, derivatives: Array, rank: int) -> Array:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.data import DataLoader, default_collate
 
-from dpspan.engine.collation import check_collation
+from dpspan.engine.private_step import PrivateRun, check_optimizer
 from dpspan.gradients.capture import captures_on
 from dpspan.mechanisms.base import Mechanism, Method
 from dpspan.model.criterion import check_criterion
+from dpspan.model.isolation import same, tensors_of
 from dpspan.model.validation import refuse_wrappers, validate
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.patches import PublicLayer
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
+
+_ROUNDS = 2  # the record first, and last
+_ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
+_OTHERS = 3  # records in company
 
 
 def check_parts(
@@ -34,7 +43,7 @@ def check_parts(
     check_device(module)
     check_optimizer(optimizer, module)
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    taken = any(getattr(hook, "makes_steps_private", False) for hook in hooks)
+    taken = any(isinstance(getattr(hook, "__self__", None), PrivateRun) for hook in hooks)
     if captures_on(module) or taken:
         raise ValueError(
             "The model or the optimizer belongs to another private run: call detach() on its "
@@ -54,57 +63,136 @@ def check_device(module: nn.Module) -> None:
             ) from error
 
 
-def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that would move parameters which the private step does not cover."""
-    known = set(module.parameters())
-    for index, group in enumerate(optimizer.param_groups):
-        if any(parameter not in known for parameter in group["params"]):
-            raise ValueError(
-                f"Parameter group {index} of the optimizer holds a parameter that is not part of "
-                "the model, so its gradient is not private. Build the optimizer from "
-                "model.parameters() (after dpspan.fix)."
-            )
-
-
 class PublicUse(NamedTuple):
     """Public data, and what a run does with them."""
 
     data: PublicData
     purpose: str
-    compared: bool = False  # with the private records already, when those were encoded
 
     def __str__(self) -> str:
         return f"'{self.data.name}' ({self.purpose})"
 
 
-def public_uses(
-    method: Method, mechanism: Mechanism, module: nn.Module, private: Any
+def admit_public(
+    method: Method,
+    mechanism: Mechanism,
+    module: nn.Module,
+    private: DataLoader[Any],
+    criterion: nn.Module | None,
+    warm_start: WarmStart | None,
+    warn: Callable[[str], None],
 ) -> list[PublicUse]:
-    """Everything public behind a run: the method's data, and what frozen layers were made of."""
+    """Everything public behind a run: a warm start, the method's data, what layers were made of.
+
+    Refuses public samples that are private records, and a collate_fn that mixes records. Then the
+    warm start trains the model.
+    """
     by_method = f"{type(method).__name__}: public gradients"
     layers = [part for part in module.modules() if isinstance(part, PublicLayer)]
-    return [
+    uses = [
         *(PublicUse(data, by_method) for data in mechanism.public),
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),
-        *(PublicUse(each.public, each.layer, compared=True) for each in encodings(private)),
     ]
-
-
-def keep_apart(
-    uses: list[PublicUse], private: DataLoader[Any], warn: Callable[[str], None]
-) -> None:
-    """Refuse public samples that are private records, and a collate_fn that mixes records."""
     for use in uses:
-        if not use.compared:
-            refuse_overlap(use.data, private.dataset, private.collate_fn)
+        refuse_overlap(use.data, private.dataset, private.collate_fn)
     check_collation(private, warn)
+    # These were compared with the private records when they were encoded.
+    uses += [PublicUse(each.public, each.layer) for each in encodings(private.dataset)]
+    if warm_start is not None:  # last: whatever can be refused has been
+        data = PublicData.of(warm_start.data)
+        refuse_overlap(data, private.dataset, private.collate_fn)
+        result = dataclasses.replace(warm_start, data=data).run(module, criterion)
+        uses.insert(0, PublicUse(data, warm_start.summary(result)))
+    return uses
 
 
-def warmed_up(
-    warm_start: WarmStart, module: nn.Module, criterion: nn.Module | None, private: DataLoader[Any]
-) -> PublicUse:
-    """Train the model on public data, once they are known to be apart from the private ones."""
-    data = PublicData.of(warm_start.data)
-    refuse_overlap(data, private.dataset, private.collate_fn)
-    result = dataclasses.replace(warm_start, data=data).run(module, criterion)
-    return PublicUse(data, warm_start.summary(result))
+# -- does a collate_fn keep records apart? a few are collated in one company and in another --------
+
+
+def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
+    """Raise ValueError if what a record becomes depends on the records that it is collated with.
+
+    Padding to the longest record does not mix records, nor does another order.
+    """
+    dataset: Any = loader.dataset
+    if loader.collate_fn is default_collate or len(dataset) < 3:
+        return
+    try:
+        mixed = _mixes(loader.collate_fn, dataset)
+    except Exception:  # whatever it says may show private data
+        mixed = None
+    if mixed is None:
+        warn("the collate_fn of the data loader could not be checked to keep records apart")
+    if mixed:
+        raise ValueError(
+            "The collate_fn of the data loader mixes records: what becomes of a record depends on "
+            "the others in its batch (MixUp and CutMix do this), so its influence cannot be "
+            "bounded. Give a collate_fn that treats records one by one."
+        )
+
+
+def _mixes(collate: Callable[[list[Any]], Any], dataset: Any) -> bool | None:
+    """None if nothing could be compared."""
+    others = min(_OTHERS, (len(dataset) - 1) // 2)
+    with seeded(fresh_seed()):
+        record, *rest = (dataset[int(i)] for i in shuffled(len(dataset))[: 1 + 2 * others])
+    company, another = rest[:others], rest[others:]
+    # Records that are alike would hide what is made of them: numbers are changed besides.
+    companies = [another, tree_map(_altered, another)]
+    random, number, known = True, 0, False
+    while number < (_ROUNDS_IF_RANDOM if random else _ROUNDS):
+        # What is drawn for the first record does not depend on those that follow.
+        place = 0 if random or number == 0 else others
+        seed = fresh_seed()
+        batch, random = _collated(collate, record, company, place, seed)
+        again, _ = _collated(collate, record, company, place, seed)
+        if any(not same(batch[path], again.get(path)) for path in batch):
+            return None  # it draws random numbers that a seed does not control
+        for other in companies:
+            try:
+                elsewhere, _ = _collated(collate, record, other, place, seed)
+            except Exception:  # changed numbers may be none that it takes
+                continue
+            found = [_in_both(x, elsewhere[path]) for path, x in batch.items() if path in elsewhere]
+            if False in found:
+                return True
+            known |= True in found
+        number += 1
+    return False if known else None
+
+
+def _collated(
+    collate: Callable[[list[Any]], Any], record: Any, company: Sequence[Any], place: int, seed: int
+) -> tuple[dict[str, Tensor], bool]:
+    """The tensors with records in front, and whether random numbers were drawn."""
+    records = copy.deepcopy([*company[:place], record, *company[place:]])
+    with seeded(seed):
+        before = RandomState.now()
+        batch = collate(records)
+        drew = before != RandomState.now()
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+    elif not isinstance(batch, Tensor | tuple | list) and hasattr(batch, "__dict__"):
+        batch = vars(batch)
+    tensors = tensors_of(tree_map_only(np.ndarray, torch.as_tensor, batch))
+    return {path: x for path, x in tensors.items() if len(x) == len(records)}, drew
+
+
+def _in_both(batch: Tensor, other: Tensor) -> bool | None:
+    """Whether some row of one is a row of the other, as the record must be.
+
+    None where rows have other shapes and no common beginning or end: nothing can be said.
+    """
+    if batch.dim() != other.dim():
+        return None
+    sizes = [min(pair) for pair in zip(batch.shape[1:], other.shape[1:], strict=True)]
+    crops = [tuple(slice(0, size) for size in sizes), tuple(slice(-size, None) for size in sizes)]
+    found = any(same(x[crop], y[crop]) for x in batch for y in other for crop in crops)
+    return found or (False if batch.shape == other.shape else None)
+
+
+def _altered(leaf: Any) -> Any:
+    is_array = isinstance(leaf, Tensor | np.ndarray)
+    if isinstance(leaf, float) or (is_array and torch.as_tensor(leaf).is_floating_point()):
+        return 0.3 - 1.7 * leaf
+    return leaf

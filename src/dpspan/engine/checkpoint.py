@@ -78,7 +78,11 @@ def _encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Tensor):
-        return {"tensor": _store(path, value, tensors)}
+        if value.layout is not torch.strided:
+            raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
+        name = f"{len(tensors)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
+        tensors[name] = value.detach().cpu().contiguous()
+        return {"tensor": name}
     if isinstance(value, Mapping):
         wrong = [key for key in value if isinstance(key, bool) or not isinstance(key, str | int)]
         if wrong:
@@ -99,25 +103,14 @@ def _encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _store(path: str, value: Tensor, tensors: dict[str, Tensor]) -> str:
-    if value.layout is not torch.strided:
-        raise ValueError(f"Cannot save {path}: expected a dense tensor, got {value.layout}.")
-    name = f"{len(tensors)}:{path}"  # paths alone could clash: {1: …} and {"1": …}
-    tensors[name] = value.detach().cpu().contiguous()
-    return name
-
-
 def _decode(value: Any, file: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
-    return _DECODERS[kind](inner, file)
-
-
-_DECODERS: Mapping[str, Any] = {
-    "tensor": lambda name, file: file.get_tensor(name),
-    "dict": lambda items, file: {key: _decode(value, file) for key, value in items},
-    "list": lambda items, file: [_decode(item, file) for item in items],
-    "tuple": lambda items, file: tuple(_decode(item, file) for item in items),
-    "number": lambda text, _: float(text),  # infinity or NaN, which JSON lacks
-}
+    if kind == "tensor":
+        return file.get_tensor(inner)
+    if kind == "number":  # infinity or NaN, which JSON lacks
+        return float(inner)
+    if kind == "dict":
+        return {key: _decode(item, file) for key, item in inner}
+    return {"list": list, "tuple": tuple}[kind](_decode(item, file) for item in inner)

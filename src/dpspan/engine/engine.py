@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -14,17 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.certificate import certificate, weights_sha256, write_certificate
+from dpspan.accounting.calibration import calibrate_event
+from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
-from dpspan.engine.admission import PublicUse, check_parts, keep_apart, public_uses, warmed_up
+from dpspan.engine.admission import PublicUse, admit_public, check_parts
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_noise, plan_run, plan_sampling, without_retired_options
-from dpspan.engine.private_step import PrivateStep
+from dpspan.engine.plan import Plan, plan_run, plan_sampling, without_retired_options
+from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.mechanisms import DPSGD, Mechanism, Method
+from dpspan.mechanisms import DPSGD, Method, Setting
 from dpspan.mechanisms.noise import Noise
+from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -51,14 +52,17 @@ class PrivacyEngine:
         >>> model, criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
         >>> engine = dpspan.PrivacyEngine()
         >>> model, optimizer, loader = engine.make_private_with_epsilon(
-        ...     module=model,
-        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        ...     data_loader=DataLoader(records, batch_size=20),
-        ...     criterion=criterion,
-        ...     target_epsilon=3.0,
-        ...     target_delta=1e-4,
-        ...     epochs=2,
-        ... )
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        ...     data_loader=DataLoader(records, batch_size=20), criterion=criterion,
+        ...     target_epsilon=3.0, target_delta=1e-4, epochs=2)
+        >>> print(engine.plan)  # doctest: +ELLIPSIS
+        model       Linear, 10 trainable parameters
+        method      DPSGD(clip=1.0, clipping=FlatClipping())
+        sampling    PoissonDraw(sample_rate=0.1, steps_per_epoch=10), divided by L = 20
+        event       PoissonSampledDpEvent(...); 10 to an epoch, 2 epochs
+        noise       z = 0.979...
+        expected ε  3 at δ = 0.0001 for 2 epochs
+        public      nothing
         >>> for _ in range(2):
         ...     for x, y in loader:
         ...         optimizer.zero_grad()
@@ -90,7 +94,7 @@ class PrivacyEngine:
         self._seed = debug_seed
         if debug_seed is not None:
             self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
-        self._run: _Run | None = None
+        self._run: PrivateRun | None = None
 
     def make_private(
         self,
@@ -143,10 +147,11 @@ class PrivacyEngine:
                 "This engine already trains a model. Make another one with ledger=engine.ledger, "
                 "so that both spend from the same budget."
             )
+        method = DPSGD() if method is None else method
         plan = plan_run(
             module=module,
             data_loader=data_loader,
-            method=_with_clip(method, max_grad_norm),
+            method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
             noise_multiplier=noise_multiplier,
             non_private=non_private,
             loss_reduction=loss_reduction,
@@ -157,21 +162,23 @@ class PrivacyEngine:
             accountant=self.ledger.accountant,
         )
         check_parts(module, optimizer, criterion, loss_reduction)
-        setting = plan.setting(module, criterion, max_physical_batch_size, self._warn)
-        mechanism = plan.method.bind(setting)
-        loader = PrivateLoader.from_data_loader(
-            data_loader,
-            plan.sampling,
+        setting = Setting(
+            model=module,
+            criterion=criterion,
+            steps_per_epoch=plan.sampling.steps_per_epoch,
+            expected_batch_size=plan.expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
-            generator=None if self._seed is None else np.random.default_rng(self._seed),
+            warn=self._warn,
         )
-        public = public_uses(plan.method, mechanism, module, data_loader.dataset)
-        keep_apart(public, data_loader, self._warn)
-        if warm_start is not None:  # last: whatever can be refused has been
-            public.insert(0, warmed_up(warm_start, module, criterion, data_loader))
+        mechanism = plan.method.bind(setting)
+        draws = None if self._seed is None else np.random.default_rng(self._seed)
+        loader = PrivateLoader(data_loader, plan.sampling, max_physical_batch_size, draws)
+        public = admit_public(
+            plan.method, mechanism, module, data_loader, criterion, warm_start, self._warn
+        )
         plan = dataclasses.replace(plan, public=tuple(map(str, public)))
         self._put_on_record(plan, public)
-        step = PrivateStep(
+        self._run = PrivateRun(
             plan,
             module=module,
             optimizer=optimizer,
@@ -182,7 +189,6 @@ class PrivacyEngine:
             noise=Noise(None if self._seed is None else self._seed + 1),
             warn=self._warn,
         )
-        self._run = _Run(plan, module, loader, mechanism, step)
         return module, optimizer, loader
 
     def make_private_with_epsilon(
@@ -215,10 +221,14 @@ class PrivacyEngine:
         sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
         told = sampling.records if sample_rate is None else None  # else their number is a secret
         warn_of_weaknesses(target_epsilon, target_delta, told)
-        z, events = plan_noise(sampling, epochs, budget, self.ledger)
-        if self.ledger.budget not in (None, budget):
+        events = check_count("epochs", epochs) * sampling.events_per_epoch
+        ledger = self.ledger
+        z = calibrate_event(
+            sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
+        )
+        if ledger.budget not in (None, budget):
             raise ValueError(
-                f"The ledger already has a budget of {self.ledger.budget}. Ask for that target, or "
+                f"The ledger already has a budget of {ledger.budget}. Ask for that target, or "
                 "set engine.ledger.budget first."
             )
         result = self.make_private(
@@ -239,40 +249,15 @@ class PrivacyEngine:
         )
         run = self._running()
         run.plan = dataclasses.replace(run.plan, epochs=epochs, budget=budget)
-        self.ledger.budget = budget
+        ledger.budget = budget
         for sentence in weaknesses(None, target_delta, told):
-            self.ledger.warn(sentence)
-        self.ledger.reserve(run.plan.event, events)
+            ledger.warn(sentence)
+        ledger.reserve(run.plan.event, events)
         return result
 
     @property
     def plan(self) -> Plan:
-        """What the run does with private data; frozen, and made before any of them is read.
-
-        Examples:
-            >>> import torch
-            >>> from torch import nn
-            >>> from torch.utils.data import DataLoader, TensorDataset
-            >>> import dpspan
-            >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-            >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
-            >>> _ = engine.make_private_with_epsilon(
-            ...     module=model,
-            ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            ...     data_loader=DataLoader(records, batch_size=50),
-            ...     target_epsilon=2.0,
-            ...     target_delta=1e-5,
-            ...     epochs=10,
-            ... )
-            >>> print(engine.plan)  # doctest: +ELLIPSIS
-            model       Linear, 10 trainable parameters
-            method      DPSGD(clip=1.0, clipping=FlatClipping())
-            sampling    PoissonDraw(sample_rate=0.05, steps_per_epoch=20), divided by L = 50
-            event       PoissonSampledDpEvent(...); 20 to an epoch, 10 epochs
-            noise       z = 1.67...
-            expected ε  2 at δ = 1e-05 for 10 epochs
-            public      nothing
-        """
+        """What the run does with private data; frozen, and made before any of them is read."""
         return self._running().plan
 
     @property
@@ -423,43 +408,7 @@ class PrivacyEngine:
             self.ledger.invalidate("noise_multiplier is 0")
         _logger.info("dpspan: %s", plan.describe())
 
-    def _running(self) -> _Run:
+    def _running(self) -> PrivateRun:
         if self._run is None:
             raise RuntimeError("No training run yet: call make_private first.")
         return self._run
-
-
-class _Run:
-    """What belongs to one training run."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        module: nn.Module,
-        loader: PrivateLoader,
-        mechanism: Mechanism,
-        step: PrivateStep,
-    ) -> None:
-        self.plan = plan
-        self.loader = loader
-        self.mechanism = mechanism
-        self.guard = step.guard
-        self._module = module
-        self._step = step
-        self._digest: str | None = None
-
-    def weights_digest(self) -> str:
-        """Of the weights now, or as the run left them."""
-        return self._digest or weights_sha256(self._module.state_dict())
-
-    def remove(self) -> None:
-        if self._digest is None:
-            self._digest = self.weights_digest()
-            with suppress(CaptureError):  # told again whenever something is saved or certified
-                self.guard.review()
-        self._step.remove()
-
-
-def _with_clip(method: Method | None, max_grad_norm: float | None) -> Method:
-    method = DPSGD() if method is None else method
-    return method if max_grad_norm is None else method.with_clip(max_grad_norm)

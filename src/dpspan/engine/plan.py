@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +10,11 @@ from dp_accounting import DpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import Budget, account
-from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
-from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of, sample_rate_of
-from dpspan.mechanisms.base import Method, Setting
-from dpspan.support.checks import check_count, expect
+from dpspan.accounting.ledger import RECORDS_TOLD
+from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
+from dpspan.mechanisms.base import Method
+from dpspan.support.checks import check_count, check_positive, expect
 
 _RECORDS_TOLD = (
     f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
@@ -31,58 +29,26 @@ _PARTITION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run will do with private data; `print(engine.plan)` shows it.
-
-    Attributes:
-        method: how a step uses the gradients.
-        sampling: how batches are drawn.
-        noise_multiplier: z, of each event.
-        expected_batch_size: L, by which a released sum is divided.
-        loss_reduction: 'mean' or 'sum', of the loss that `backward()` is called on.
-        views: rows that the model sees of each record.
-        model: the model's class.
-        trainable_parameters: how many numbers are trained.
-        public: what is used of public data, in words.
-        epochs: how many were asked for, if any, and `budget`, what they may cost.
-        accountant: which one prices the events.
-        tells_records: the number of records follows from `sampling`.
-    """
+    """What one run will do with private data; `print(engine.plan)` shows it."""
 
     method: Method
     sampling: Draw
-    noise_multiplier: float
-    expected_batch_size: float
-    loss_reduction: str
-    views: int
+    noise_multiplier: float  # z, of each event
+    expected_batch_size: float  # L, by which a released sum is divided
+    loss_reduction: str  # 'mean' or 'sum', of the loss that `backward()` is called on
+    views: int  # rows that the model sees of each record
     model: str
     trainable_parameters: int
     accountant: str
-    tells_records: bool
-    epochs: int | None = None
+    tells_records: bool  # the number of records follows from `sampling`
+    epochs: int | None = None  # how many were asked for, and what they may cost
     budget: Budget | None = None
-    public: tuple[str, ...] = field(default=(), compare=False)
+    public: tuple[str, ...] = field(default=(), compare=False)  # what is used, in words
 
     @property
     def event(self) -> DpEvent:
         """What is charged before a release: one step, or an epoch of a partition."""
         return self.sampling.event(self.noise_multiplier)
-
-    def setting(
-        self,
-        model: nn.Module,
-        criterion: nn.Module | None,
-        max_physical_batch_size: int | None,
-        warn: Callable[[str], None],
-    ) -> Setting:
-        """What the method gets to know of the run."""
-        return Setting(
-            model=model,
-            criterion=criterion,
-            steps_per_epoch=self.sampling.steps_per_epoch,
-            expected_batch_size=self.expected_batch_size,
-            max_physical_batch_size=max_physical_batch_size,
-            warn=warn,
-        )
 
     def epsilon(self, epochs: int | None = None, delta: float | None = None) -> float:
         """ε of so many epochs, by default those asked for, beside what the ledger holds."""
@@ -137,7 +103,13 @@ class Plan:
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
 
 
-_RETIRED = {"embedding_share": 0.5, "leftover": False, "clean_residual": False, "orthogonal": True}
+_RETIRED = {
+    "embedding_share": 0.5,
+    "leftover": False,
+    "clean_residual": False,
+    "orthogonal": True,
+    "full_scale": 1.0,
+}
 
 
 def without_retired_options(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,20 +123,12 @@ def plan_sampling(
 ) -> Draw:
     """How batches are drawn: at a given rate, or as large as the loader's on average."""
     records = records_of(loader)
-    q = sample_rate_of(loader) if sample_rate is None else sample_rate
-    poisson = PoissonDraw.one_pass(records=records, sample_rate=q)
+    if sample_rate is None:
+        sample_rate = min(1.0, (loader.batch_size or 0) / records)  # the 0 is for mypy
+    poisson = PoissonDraw.one_pass(records=records, sample_rate=sample_rate)
     if poisson_sampling:
         return poisson
     return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
-
-
-def plan_noise(sampling: Draw, epochs: int, budget: Budget, ledger: Ledger) -> tuple[float, int]:
-    """The z with which so many epochs use up what the ledger leaves of the budget; their events."""
-    events = check_count("epochs", epochs) * sampling.events_per_epoch
-    z = calibrate_event(
-        sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
-    )
-    return z, events
 
 
 def plan_run(
@@ -182,26 +146,22 @@ def plan_run(
     accountant: str,
 ) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
-    if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"Expected noise_multiplier >= 0, got {noise_multiplier}.")
     if noise_multiplier == 0 and not non_private:
         raise ValueError(
             "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
             "non_private=True; the certificate will say so."
         )
     sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
-    lot_size = float(data_loader.batch_size or 0)
-    if expected_batch_size is not None:
-        lot_size = float(expected_batch_size)
-    elif sample_rate is None:  # both from the data, and the certificate says so
-        lot_size = min(lot_size, float(sampling.records))
-    if not 0 < lot_size < math.inf:
-        raise ValueError(f"Expected expected_batch_size > 0, got {lot_size}.")
+    sampling.event(noise_multiplier)  # which refuses what is no noise multiplier
+    if expected_batch_size is None:
+        expected_batch_size = data_loader.batch_size or 0
+        if sample_rate is None:  # both from the data, and the certificate says so
+            expected_batch_size = min(expected_batch_size, sampling.records)
     return Plan(
         method=method,
         sampling=sampling,
         noise_multiplier=noise_multiplier,
-        expected_batch_size=lot_size,
+        expected_batch_size=check_positive("expected_batch_size", expected_batch_size),
         loss_reduction=loss_reduction,
         views=check_count("views", views),
         model=type(module).__name__,

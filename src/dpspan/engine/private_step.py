@@ -1,4 +1,4 @@
-"""One private step: from a sampled batch to param.grad.
+"""One private run at work: from a sampled batch to param.grad.
 
 Pieces of a logical batch are clipped and added up; after the last piece the step is entered in the
 ledger, noise is drawn once, and the noisy mean becomes param.grad for any torch optimizer.
@@ -7,14 +7,15 @@ ledger, noise is drawn once, and the noisy mean becomes param.grad for any torch
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import Ledger
-from dpspan.engine.admission import check_optimizer
 from dpspan.engine.plan import Plan
 from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.gradients.capture import Capture
@@ -26,7 +27,7 @@ from dpspan.support.errors import CaptureError
 from dpspan.support.processes import refuse_several_processes
 
 
-class PrivateStep:
+class PrivateRun:
     """Sits between the loader (`on_piece`) and the optimizer (`before_step`)."""
 
     def __init__(
@@ -42,8 +43,8 @@ class PrivateStep:
         noise: Noise,
         warn: Callable[[str], None],
     ) -> None:
-        self._plan, self._module, self._loader = plan, module, loader
-        self._mechanism, self._ledger, self._noise = mechanism, ledger, noise
+        self.plan, self.loader, self.mechanism = plan, loader, mechanism
+        self._module, self._ledger, self._noise = module, ledger, noise
         self._capture = Capture(module)
         self.guard = Guard(
             module,
@@ -56,8 +57,9 @@ class PrivateStep:
         self._piece: Piece | None = None
         self._total: Sums = {}
         self._charged_passes: set[int] = set()
+        self._last_digest: str | None = None  # of the weights as the run left them
         self._step_hooks = [
-            optimizer.register_step_pre_hook(_BeforeStep(self)),
+            optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(lambda *_: self.guard.stepped()),
         ]
         loader.on_piece = self.on_piece
@@ -66,7 +68,7 @@ class PrivateStep:
     def on_piece(self, piece: Piece) -> None:
         """A piece of a batch is about to be handed to the training loop."""
         refuse_several_processes()  # torch.distributed may have been initialised since
-        new_epoch = piece.first and self._loader.position == 0
+        new_epoch = piece.first and self.loader.position == 0
         lost = self._piece is not None and self._capture.heard
         self._piece = None
         self._capture.disarm()
@@ -84,9 +86,9 @@ class PrivateStep:
         # dropped.
         self._capture.expect(
             max(piece.samples, 1),
-            views=self._plan.views,
+            views=self.plan.views,
             discard=piece.samples == 0,
-            carriers=self._mechanism.carriers(),
+            carriers=self.mechanism.carriers(),
         )
 
     def before_step(
@@ -111,17 +113,18 @@ class PrivateStep:
     def _step(self) -> None:
         """One step, or, before the last piece of a batch, what this piece adds to it."""
         piece, gradients = self._collect()
-        self._mechanism.prepare(self._capture)  # the public pass, if one is due
-        self._total = _added(self._total, self._mechanism.clipped_sum(gradients))
+        self.mechanism.prepare(self._capture)  # the public pass, if one is due
+        part = self.mechanism.clipped_sum(gradients)
+        self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
         del gradients  # what they were made of is not needed any more
         if not piece.last:
             self._hand_over({})  # torch optimizers leave parameters without a gradient alone
             return
         total, self._total = self._total, {}  # in one process the sum over processes is its own
         self._charge()  # before anything is released; raises if the budget does not allow it
-        released = self._mechanism.release(total, self._noise, self._plan.noise_multiplier)
-        gradient = self._mechanism.gradient(released)  # post-processing
-        torch._foreach_div_(list(gradient.values()), self._plan.expected_batch_size)
+        released = self.mechanism.release(total, self._noise, self.plan.noise_multiplier)
+        gradient = self.mechanism.gradient(released)  # post-processing
+        torch._foreach_div_(list(gradient.values()), self.plan.expected_batch_size)
         self._hand_over(gradient)
 
     def _collect(self) -> tuple[Piece, Any]:
@@ -132,19 +135,19 @@ class PrivateStep:
                 "optimizer.step() without a fresh batch. Each step takes one batch from the "
                 "private loader: iterate over the loader that make_private returned."
             )
-        self._loader.refuse_seeds()
-        mean = self._plan.loss_reduction == "mean"
+        self.loader.refuse_seeds()
+        mean = self.plan.loss_reduction == "mean"
         gradients = self._capture.collect(scale=max(piece.samples, 1) if mean else 1)
         self.guard.check()
         return piece, gradients
 
     def _charge(self) -> None:
         """Every step of a Poisson sample; of a partition, the epoch before its first release."""
-        if self._plan.sampling.independent_steps:
-            self._ledger.charge(self._plan.event)
-        elif self._loader.passes not in self._charged_passes:
-            self._ledger.charge(self._plan.event)
-            self._charged_passes.add(self._loader.passes)
+        if self.plan.sampling.independent_steps:
+            self._ledger.charge(self.plan.event)
+        elif self.loader.passes not in self._charged_passes:
+            self._ledger.charge(self.plan.event)
+            self._charged_passes.add(self.loader.passes)
 
     def _hand_over(self, gradient: Gradient) -> None:
         for name, parameter in self._module.named_parameters():
@@ -152,29 +155,33 @@ class PrivateStep:
             value = gradient.get(name)
             parameter.grad = None if value is None else value.to(parameter.dtype)
 
+    def weights_digest(self) -> str:
+        """Of the weights now, or as the run left them."""
+        return self._last_digest or weights_sha256(self._module.state_dict())
+
     def remove(self) -> None:
         """Take every hook off the model and the optimizer, and refuse to go on."""
+        if self._last_digest is None:
+            self._last_digest = self.weights_digest()
+            with suppress(CaptureError):  # told again whenever something is saved or certified
+                self.guard.review()
         for hook in self._step_hooks:
             hook.remove()
         self.guard.remove()
         self._capture.remove()
-        self._loader.on_piece = _refuse
+        self.loader.on_piece = _refuse
 
 
-class _BeforeStep:
-    """The optimizer's hook; by its mark others see that the optimizer is taken."""
-
-    makes_steps_private = True
-
-    def __init__(self, step: PrivateStep) -> None:
-        self._step = step
-
-    def __call__(self, *args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        return self._step.before_step(*args)
-
-
-def _added(total: Sums, part: Sums) -> Sums:
-    return {name: total[name] + value for name, value in part.items()} if total else part
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that would move parameters which the private step does not cover."""
+    known = set(module.parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        if any(parameter not in known for parameter in group["params"]):
+            raise ValueError(
+                f"Parameter group {index} of the optimizer holds a parameter that is not part of "
+                "the model, so its gradient is not private. Build the optimizer from "
+                "model.parameters() (after dpspan.fix)."
+            )
 
 
 def _refuse(_: Piece) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,37 +29,16 @@ from torch.utils.data import (
 
 from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.public.data import batches_of
-from dpspan.support.checks import check_count
+from dpspan.support.checks import check_count, expect
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
-
-
-class Draw(Protocol):
-    """How the logical batches of one epoch are drawn; its `repr` identifies it in checkpoints."""
-
-    independent_steps: ClassVar[bool]  # may an interrupted epoch go on with freshly drawn steps?
-
-    @property
-    def records(self) -> int: ...
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    @property
-    def events_per_epoch(self) -> int: ...
-
-    def event(self, noise_multiplier: float) -> DpEvent:
-        """What is charged: a step, or, where steps depend on one another, an epoch."""
-
-    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
-        """Yield the record indices of each logical batch; a batch may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonDraw:
     """Each record enters each step independently with probability `sample_rate`."""
 
-    independent_steps: ClassVar[bool] = True
+    independent_steps: ClassVar[bool] = True  # an interrupted epoch may go on with fresh steps
 
     records: int = field(repr=False)  # under add/remove adjacency the size is private: not shown
     sample_rate: float
@@ -67,27 +46,23 @@ class PoissonDraw:
 
     def __post_init__(self) -> None:
         check_count("records", self.records)
-        _check_rate(self.sample_rate)
+        expect(0 < self.sample_rate <= 1, "sample_rate in (0, 1]", self.sample_rate)
         check_count("steps_per_epoch", self.steps_per_epoch)
 
     @classmethod
     def one_pass(cls, *, records: int, sample_rate: float) -> PoissonDraw:
         """An epoch of 1/q steps, in which a record takes part once on average."""
-        _check_rate(sample_rate)
-        steps = max(1, round(1 / sample_rate))
+        steps = max(1, round(1 / sample_rate)) if sample_rate > 0 else 1
         return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)
 
     @property
     def events_per_epoch(self) -> int:
-        """Every step is an event."""
         return self.steps_per_epoch
 
     def event(self, noise_multiplier: float) -> DpEvent:
-        """A Gaussian mechanism on a Poisson sample."""
         return step_event(noise_multiplier, self.sample_rate)
 
     def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
-        """Yield `steps_per_epoch` independent Poisson samples."""
         for _ in range(self.steps_per_epoch):
             # float64: the 24 bits of a float32 uniform would round a small sample_rate visibly.
             drawn = generator.random(self.records) < self.sample_rate
@@ -105,6 +80,7 @@ class PartitionDraw:
     """
 
     independent_steps: ClassVar[bool] = False
+    events_per_epoch: ClassVar[int] = 1
 
     records: int = field(repr=False)  # as above
     batches: int
@@ -115,33 +91,26 @@ class PartitionDraw:
 
     @property
     def steps_per_epoch(self) -> int:
-        """One step for each of the `batches`."""
         return self.batches
 
-    @property
-    def events_per_epoch(self) -> int:
-        """All steps of an epoch are one event."""
-        return 1
-
     def event(self, noise_multiplier: float) -> DpEvent:
-        """A Gaussian mechanism, without amplification by sampling."""
         return gaussian_event(noise_multiplier)
 
     def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
-        """Yield the parts of one random partition of all records."""
         choice = generator.integers(self.batches, size=self.records)
         for batch in range(self.batches):
             yield torch.from_numpy(np.flatnonzero(choice == batch))
 
 
+# `event` is what is charged: a step, or, where steps depend on one another, an epoch. `epoch`
+# yields the record indices of each logical batch, which may be empty. Checkpoints hold the `repr`.
+Draw = PoissonDraw | PartitionDraw
+
+
 class Piece(NamedTuple):
-    """One physical piece of one logical batch.
+    """One physical piece of one logical batch."""
 
-    `samples == 0` (an empty logical batch): the batch handed over is a stand-in whose
-    contribution the engine drops.
-    """
-
-    samples: int  # records drawn into this piece
+    samples: int  # records drawn into this piece; 0: the batch handed over is a stand-in
     first: bool  # first piece of its logical batch
     last: bool  # last piece of its logical batch
 
@@ -151,7 +120,9 @@ def _cut(
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
-    An empty logical batch is queued only: a stand-in is made when its turn comes.
+    For an empty one record 0 stands in, and the engine drops what it contributes. An empty step
+    must run like any other: its noise, its step and its event are part of the mechanism. But models
+    and loops fail on tensors of length zero (`x.view(len(x), -1)`, means that become NaN).
     """
     for batch in batches:
         indices = batch.tolist()
@@ -159,8 +130,7 @@ def _cut(
         for start in range(0, max(1, len(indices)), size):
             part = indices[start : start + size]
             pieces.append(Piece(len(part), start == 0, start + size >= len(indices)))
-            if part:
-                yield part
+            yield part or [0]
 
 
 class _Feed:
@@ -170,10 +140,6 @@ class _Feed:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.source
-
-
-def _ignore(_: Any) -> None:
-    """Take no notice of a piece or a batch."""
 
 
 class PrivateLoader:
@@ -194,13 +160,11 @@ class PrivateLoader:
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> import dpspan
         >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-        >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
-        >>> *_, loader = engine.make_private(
-        ...     module=model,
-        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        ...     data_loader=DataLoader(records, batch_size=50),
-        ...     noise_multiplier=2.0,
-        ... )
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> *_, loader = dpspan.PrivacyEngine().make_private(
+        ...     module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=50),
+        ...     noise_multiplier=2.0)
         >>> loader.draw  # sizes of batches are random, 50 on average
         PoissonDraw(sample_rate=0.05, steps_per_epoch=20)
     """
@@ -209,68 +173,46 @@ class PrivateLoader:
 
     def __init__(
         self,
-        inner: DataLoader[Any],
-        feed: _Feed,
-        draw: Draw,
-        generator: np.random.Generator,
-        *,
-        fresh: bool,
-    ) -> None:  # users call from_data_loader
-        self._inner = inner
-        self._feed = feed
-        self._generator = generator
-        self._fresh = fresh
-        self._seed: int | None = None  # of torch, for the piece at hand
-        self._max_physical_batch_size: int | None = None
-        self._resuming = False
-        self.dataset: Any = inner.dataset
-        self.collate_fn: Callable[[list[Any]], Any] = inner.collate_fn
-        self.draw = draw
-        self.on_piece: Callable[[Piece], None] = _ignore
-        self.on_batch: Callable[[Any], None] = _ignore
-        self.epoch = 0
-        self.position = 0
-        self.passes = 0
-
-    @classmethod
-    def from_data_loader(
-        cls,
         loader: DataLoader[Any],
         draw: Draw,
-        *,
         max_physical_batch_size: int | None = None,
         generator: np.random.Generator | None = None,
-        on_piece: Callable[[Piece], None] = _ignore,
-    ) -> PrivateLoader:
+    ) -> None:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
 
         `generator` is for debugging: whoever knows its seed knows who took part in which step.
         By default the seed comes from OS entropy, and so does whatever else is drawn meanwhile.
         """
-        records = records_of(loader)
-        fresh = generator is None
-        if draw.records != records:
+        if draw.records != (records := records_of(loader)):
             raise ValueError(f"Expected draw.records {records}, the dataset's, got {draw.records}.")
-        feed = _Feed()
-        inner: DataLoader[Any] = DataLoader(  # in_order stays True: pieces are matched by order
+        self.draw = draw
+        self.dataset: Any = loader.dataset
+        self.collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+        self.max_physical_batch_size = max_physical_batch_size
+        self.on_piece: Callable[[Piece], None] = lambda _: None
+        self.on_batch: Callable[[Any], None] = lambda _: None
+        self.epoch = self.position = self.passes = 0
+        self._resuming = False
+        self._fresh = generator is None
+        # numpy seeds with 128 bits of OS entropy. torch's CPU generator keeps 32 bits of any seed:
+        # few enough to try them all and learn who took part in which step.
+        self._generator = generator or np.random.default_rng()
+        self._seed: int | None = None  # of torch, for the piece at hand
+        self._feed = _Feed()
+        begin = FreshWorker(loader.worker_init_fn) if self._fresh else loader.worker_init_fn
+        self._inner: DataLoader[Any] = DataLoader(  # in_order: pieces are matched by order
             loader.dataset,
-            batch_sampler=feed,
+            batch_sampler=self._feed,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=FreshWorker(loader.worker_init_fn) if fresh else loader.worker_init_fn,
+            worker_init_fn=begin,
             multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-        # numpy seeds with 128 bits of OS entropy. torch's CPU generator keeps 32 bits of any seed:
-        # few enough to try them all and learn who took part in which step.
-        private = cls(inner, feed, draw, generator or np.random.default_rng(), fresh=fresh)
-        private.max_physical_batch_size = max_physical_batch_size
-        private.on_piece = on_piece
-        return private
 
     @property
     def max_physical_batch_size(self) -> int | None:
@@ -298,7 +240,14 @@ class PrivateLoader:
         source = self._feed.source = _cut(steps, self.max_physical_batch_size, pieces)
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
-            for piece, batch in self._matched(pieces):
+            batches = iter(self._inner)
+            while True:
+                # Once more for each piece: a training loop may seed for purposes of its own.
+                self._seed = renew() if self._fresh else None
+                batch = next(batches, None)
+                if not pieces:
+                    break
+                piece = pieces.popleft()  # a DataLoader returns batches in the order it asked
                 self.on_piece(piece)
                 self.on_batch(batch)
                 self.position += piece.last
@@ -311,23 +260,6 @@ class PrivateLoader:
         self.epoch += 1
         self.position = 0
 
-    def _matched(self, pieces: deque[Piece]) -> Iterator[tuple[Piece, Any]]:
-        """Pair each piece with its batch, which a DataLoader returns in the order it asked."""
-        batches = iter(self._inner)
-        while True:
-            self._renew()
-            batch = next(batches, None)
-            while pieces and not pieces[0].samples:
-                yield pieces.popleft(), self._stand_in()
-                self._renew()
-            if not pieces:
-                return
-            yield pieces.popleft(), batch
-
-    def _renew(self) -> None:
-        """Once more for each piece: a training loop may seed for purposes of its own."""
-        self._seed = renew() if self._fresh else None
-
     def refuse_seeds(self) -> None:
         """Refuse the piece at hand if torch was seeded since it was drawn."""
         if self._seed is not None and self._seed != torch.initial_seed():
@@ -336,16 +268,6 @@ class PrivateLoader:
                 "loop, say). With dropout or augmentation by a known seed one record moves the "
                 "gradients of all others: seed before the loop only."
             )
-
-    def _stand_in(self) -> Any:
-        """Make a batch of record 0 for an empty step; the engine drops what it contributes.
-
-        An empty step must run like any other: its noise, its step and its event are part of the
-        mechanism. But models and loops fail on tensors of length zero (`x.view(len(x), -1)`,
-        means that become NaN). Made anew each time: users change their batches
-        (`batch.pop("labels")`).
-        """
-        return self.collate_fn([self.dataset[0]])
 
     def state_dict(self) -> dict[str, str | int]:
         """Where the loader stands; never the generator, so that no batch is drawn twice."""
@@ -389,12 +311,10 @@ class BatchMemoryManager:
         >>> import dpspan
         >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
         >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
-        >>> _, optimizer, loader = engine.make_private(
-        ...     module=model,
-        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        ...     data_loader=DataLoader(records, batch_size=200),
-        ...     noise_multiplier=2.0,
-        ... )
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> *_, loader = engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=200),
+        ...     noise_multiplier=2.0)
         >>> small = dpspan.BatchMemoryManager(data_loader=loader, max_physical_batch_size=32)
         >>> with small as pieces:
         ...     for x, y in pieces:
@@ -419,12 +339,6 @@ class BatchMemoryManager:
 
     def __exit__(self, *exception: object) -> None:
         self._loader.max_physical_batch_size = self._outside
-
-
-def sample_rate_of(loader: DataLoader[Any]) -> float:
-    """The Poisson rate that gives the loader's batch size on average, at most 1."""
-    records = records_of(loader)
-    return min(1.0, (loader.batch_size or 0) / records)  # the 0 is for mypy: None was refused
 
 
 def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
@@ -454,8 +368,3 @@ def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
                 f"build the DataLoader without {name}."
             )
     return len(dataset)
-
-
-def _check_rate(sample_rate: float) -> None:
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"Expected sample_rate in (0, 1], got {sample_rate}.")

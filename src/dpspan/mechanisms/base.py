@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients, SmallGradient
@@ -36,10 +37,6 @@ def of_parameters(sums: Sums) -> Gradient:
     return {name: value for name, value in sums.items() if not isinstance(name, SmallGradient)}
 
 
-def _silent(_: str) -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What a method gets to know of the run it will be part of; nothing of it is private."""
@@ -49,7 +46,7 @@ class Setting:
     steps_per_epoch: int = 1
     expected_batch_size: float = 1.0  # the configured one: the size that was drawn is private
     max_physical_batch_size: int | None = None
-    warn: Callable[[str], None] = _silent  # to the operator and the certificate
+    warn: Callable[[str], None] = lambda _: None  # to the operator and the certificate
 
 
 class Mechanism(Protocol):
@@ -99,43 +96,26 @@ class Mechanism(Protocol):
         return
 
 
-class Method(Protocol):
-    """A frozen dataclass of public configuration, `dpspan.DPSGD(clip=1.0)` for example."""
-
-    def with_clip(self, clip: float) -> Self:
-        """This method with the clip given as `max_grad_norm`, refused if it has another one."""
-        ...
-
-    def bind(self, setting: Setting) -> Mechanism:
-        """The mechanism for this run."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """The configuration as JSON, for the certificate and to recognise a checkpoint."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class ClippingMethod:
-    """What all our methods have: a clip C, a rule for clip factors, and a description.
+class Method:
+    """Public configuration: a clip C, a rule for clip factors, and what subclasses add."""
 
-    Subclasses add fields and `bind`. `counts` names the fields that are whole numbers, each with
-    the least it may be.
-    """
-
-    counts: ClassVar[Mapping[str, int]] = {}
+    counts: ClassVar[Mapping[str, int]] = {}  # fields that are whole numbers: the least they may be
+    positive: ClassVar[tuple[str, ...]] = ("clip",)  # fields that are numbers above 0, or None
 
     clip: float | None = None
     clipping: ClippingRule = field(default_factory=FlatClipping)
 
     def __post_init__(self) -> None:
-        self._check_positive("clip")
+        for name in self.positive:
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         for name, least in self.counts.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least=least))
 
-    def _check_positive(self, name: str) -> None:
-        if getattr(self, name) is not None:
-            check_positive(name, getattr(self, name))
+    def bind(self, setting: Setting) -> Mechanism:
+        """The mechanism for this run."""
+        raise NotImplementedError
 
     @property
     def clip_norm(self) -> float:
@@ -143,7 +123,7 @@ class ClippingMethod:
         return 1.0 if self.clip is None else self.clip
 
     def with_clip(self, clip: float) -> Self:
-        """This method with the clip given as `max_grad_norm`, unless it already has another."""
+        """This method with the clip given as `max_grad_norm`, refused if it has another one."""
         if self.clip not in (None, clip):
             raise ValueError(
                 f"Expected one clip, got clip={self.clip} in {type(self).__name__} and "
@@ -152,7 +132,10 @@ class ClippingMethod:
         return dataclasses.replace(self, clip=clip)
 
     def describe(self) -> dict[str, Any]:
-        """Name and configuration; public data are in the ledger, by their digest."""
+        """The configuration as JSON, for the certificate and to recognise a checkpoint by.
+
+        Public data are in the ledger, by their digest.
+        """
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("public", "diagnose"):  # do not decide what is released
             values.pop(name, None)
@@ -165,17 +148,25 @@ class ClippingMethod:
 
 
 class SteppedMechanism(Mechanism):
-    """A mechanism that counts its steps, since public samples or carriers depend on them."""
+    """A mechanism that counts its steps, and makes notes every so many of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, diagnose: int = 0) -> None:
         self.step = 0
+        self._diagnose = diagnose  # 0: never
+        self._notes: list[dict[str, Any]] = []
+
+    @property
+    def _diagnosing(self) -> bool:
+        return self._diagnose > 0 and self.step % self._diagnose == 0
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """The notes as plain numbers and lists."""
+        return [tree_map_only(Tensor, Tensor.tolist, note) for note in self._notes]
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and which public data the run uses."""
         return {"step": self.step, "public": [data.digest for data in self.public]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that step."""
         if state.keys() != {"step", "public"}:
             raise ValueError(
                 f"Expected a method's state with step and public, got {sorted(state)}."

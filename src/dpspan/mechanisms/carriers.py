@@ -8,18 +8,22 @@ weights that have been released, or from chance: never from gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpspan.gradients.numerics import full_precision, plain_arithmetic
 from dpspan.support.checks import check_count
 
 Matrices = Sequence[Tensor]  # each (…, rows, columns)
 Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
+
+_CARRIED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 # Relative size of the unit vectors that fill up missing directions: its square is well above the
 # rounding of float64.
@@ -35,34 +39,6 @@ class Carrier(NamedTuple):
     def reconstruct(self, left: Tensor, right: Tensor) -> Tensor:
         """∂L R + L ∂R − L Lᵀ ∂L R."""
         return (left - self.left @ (self.left.T @ left)) @ self.right + self.left @ right
-
-
-def principal(gradient: Tensor, rank: int) -> Carrier:
-    """The top singular directions of a gradient: the best carriers, but those of private data."""
-    left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
-    return Carrier(left[:, :rank], right[:rank])
-
-
-def unprivate_projection_residual(gradient: Tensor, carrier: Carrier) -> Tensor:
-    """‖(I − LLᵀ) G (I − RᵀR)‖/‖G‖: what carriers miss of a gradient (the paper's figure 3).
-
-    With `principal(G, r)` it is the self residual, with carriers of an earlier step the historical
-    one. Computed from gradients without noise: for the operator's eyes.
-    """
-    g = gradient.double().flatten(1)
-    left, right = carrier.left.to(g), carrier.right.to(g)
-    kept = carrier._replace(left=left, right=right).reconstruct(g @ right.T, left.T @ g)
-    norm: Tensor = torch.linalg.matrix_norm(g - kept) / torch.linalg.matrix_norm(g)
-    return norm
-
-
-class CarrierSource(Protocol):
-    """Where the carriers of a step come from."""
-
-    def carriers(
-        self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
-    ) -> list[Carrier]:
-        """Carriers for weights that were `first` at step 0: matrices, or stacks of one shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +63,6 @@ class History:
     def carriers(
         self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
     ) -> list[Carrier]:
-        """The power method on the historical updates."""
         moved = [now - then for now, then in zip(weights, first, strict=True)]
         updates = weights if step < self.warmup else moved
         right = [_placed(draw(*u.shape[:-2], rank, u.shape[-1]), u) for u in updates]
@@ -105,12 +80,15 @@ class RandomCarriers:
     def carriers(
         self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
     ) -> list[Carrier]:
-        """Random L and R."""
         left, right = (
             orthonormal([_placed(draw(*w.shape[:-2], w.shape[side], rank), w) for w in weights])
             for side in (-2, -1)
         )
         return [Carrier(*both) for both in zip(left, [r.mT for r in right], strict=True)]
+
+
+# Give carriers for weights that were `first` at step 0: matrices, or stacks of one shape.
+CarrierSource = History | RandomCarriers
 
 
 def orthonormal(matrices: Matrices) -> list[Tensor]:
@@ -140,3 +118,66 @@ def orthonormal(matrices: Matrices) -> list[Tensor]:
 def _placed(numbers: Tensor, like: Tensor) -> Tensor:
     """The numbers where and as `like` is, without waiting for the work before."""
     return numbers.to(like.device, non_blocking=True).to(like.dtype)
+
+
+def carried_weights(
+    model: nn.Module, rank: int, layers: Callable[[str], bool] | None
+) -> dict[str, nn.Parameter]:
+    """The trainable weights of linear and convolution layers that carriers make smaller."""
+    of_layers = {module.weight for module in model.modules() if isinstance(module, _CARRIED)}
+    # A weight tied to an embedding is one of its lines per token.
+    others = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter not in of_layers - others:
+            continue
+        d_out, d_in = parameter.shape[0], parameter.shape[1:].numel()
+        smaller = rank * (d_out + d_in) < d_out * d_in and rank <= min(d_out, d_in)
+        if smaller and (layers is None or layers(name)):
+            found[name] = parameter
+    if not found:
+        raise ValueError(
+            f"No trainable weight of a linear or convolution layer becomes smaller with rank={rank}"
+            + (" among those that layers= chooses" if layers else "")
+            + ". Lower the rank, or use DPSGD."
+        )
+    return found
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """A weight as d_out × d_in, in at least float32."""
+    return full_precision(weight.detach()).flatten(1)
+
+
+@plain_arithmetic()
+def carriers_of(
+    weights: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
+    source: CarrierSource,
+    rank: int,
+    *,
+    step: int,
+    seed: int,
+) -> dict[str, Carrier]:
+    """L and R of each weight, all of them matrices, at a step of a run that began with `first`."""
+    # Weights of one shape in one stack: a GPU would wait for each alone.
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, weight in weights.items():
+        alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(name)
+    now, then = (
+        [torch.stack([values[name] for name in names]) for names in alike.values()]
+        for values in (weights, first)
+    )
+    # On the CPU and by number: the same in every process and after a resumption.
+    words = np.random.default_rng([seed, step])
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.from_numpy(words.standard_normal(sizes, dtype=np.float32))
+
+    return {
+        name: Carrier(left, right)
+        for names, stack in zip(
+            alike.values(), source.carriers(now, then, rank, step, draw), strict=True
+        )
+        for name, left, right in zip(names, *stack, strict=True)
+    }

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpspan.support.checks import check_positive
+
 
 class ClippingRule(Protocol):
     """Chooses the factor of one sample from the norm of its gradient, and from nothing else.
@@ -31,7 +33,6 @@ class FlatClipping:
     """
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
-        """min(1, C/‖g‖)."""
         return (clip / norm).clamp(max=1.0)
 
 
@@ -50,15 +51,13 @@ class AutomaticClipping:
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.stability > 0:
-            raise ValueError(f"Expected stability > 0, got {self.stability}.")
+        check_positive("stability", self.stability)
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
-        """C/(‖g‖ + γ)."""
         return clip / (norm + self.stability)
 
 
-def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float | Tensor) -> Tensor:
+def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float) -> Tensor:
     """The rule's factors, never above C/‖g‖, and zero for a gradient that is not finite.
 
     A NaN or Inf gradient must not pass (it would tell that its owner took part), and a rule,
@@ -67,10 +66,7 @@ def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float | Tensor) 
     """
     if len(norm_bounds) == 0:
         return norm_bounds
-    if isinstance(clip, Tensor):  # one per sample
-        chosen = torch.vmap(rule.factor)(norm_bounds, clip)  # type: ignore[arg-type]
-    else:
-        chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
+    chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
     factors = torch.minimum(chosen, clip / norm_bounds)
     usable = torch.isfinite(norm_bounds) & torch.isfinite(factors)
     return torch.where(usable, factors.clamp(min=0.0), torch.zeros_like(factors))

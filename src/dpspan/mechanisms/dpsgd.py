@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.mechanisms.base import ClippingMethod, Mechanism, Setting, Sums
+from dpspan.mechanisms.base import Mechanism, Method, Setting, Sums
 from dpspan.mechanisms.clipping import ClippingRule, clip_factors
 from dpspan.mechanisms.noise import Noise
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPSGD(ClippingMethod):
+class DPSGD(Method):
     """Plain DP-SGD with one clip over all parameters.
 
     `clip` is C; left out, it is the engine's `max_grad_norm`, or 1. `clipping` chooses the factors
@@ -28,7 +28,6 @@ class DPSGD(ClippingMethod):
     """
 
     def bind(self, setting: Setting) -> DPSGDMechanism:
-        """DP-SGD holds no state: the mechanism is the formula."""
         return DPSGDMechanism(self.clip_norm, self.clipping)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.mechanisms.base import EMBEDDING, Setting, Sums
+from dpspan.mechanisms.base import EMBEDDING, Setting, Sums, of_parameters
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
 from dpspan.mechanisms.subspace_method import SubspaceMechanism, SubspaceMethod
@@ -40,11 +40,9 @@ class GEP(SubspaceMethod):
         ValueError: Expected rank to be an integer of at least 1, got 0.
     """
 
-    residual_clip: float | None = None
+    positive = ("clip", "residual_clip")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_positive("residual_clip")
+    residual_clip: float | None = None
 
     @property
     def residual_norm(self) -> float:
@@ -52,20 +50,20 @@ class GEP(SubspaceMethod):
         return self.clip_norm / 5 if self.residual_clip is None else self.residual_clip
 
     def bind(self, setting: Setting) -> GEPMechanism:
-        """The mechanism for this run."""
         return GEPMechanism(self, setting)
 
     def describe(self) -> dict[str, Any]:
-        """Name and configuration."""
         return {**super().describe(), "residual_clip": self.residual_norm}
 
 
 class GEPMechanism(SubspaceMechanism):
     """One step of GEP."""
 
+    passes = 2
+
     def __init__(self, method: GEP, setting: Setting) -> None:
-        super().__init__(method, setting, passes=2)
-        self._s1, self._s2 = self._clip, method.residual_norm
+        super().__init__(method, setting)
+        self._s2 = method.residual_norm
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) by parameter."""
@@ -76,14 +74,9 @@ class GEPMechanism(SubspaceMechanism):
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """Both sums with noise of z1 = z2 = √2·z: equal shares of the step's privacy."""
         z = math.sqrt(2) * noise_multiplier
-        w: Sums = {EMBEDDING: total[EMBEDDING]}
-        r = {name: value for name, value in total.items() if name is not EMBEDDING}
-        size = sum(value.numel() for value in r.values())
-        self._noise_energy = {
-            "embedding": self.span.dimensions * (z * self._s1) ** 2,
-            "residual": size * (z * self._s2) ** 2,
-        }
-        return {**noise.add(w, std=z * self._s1), **noise.add(r, std=z * self._s2)}
+        w, r, std = super().release(total, noise, z), of_parameters(total), z * self._s2
+        self._noise_energy["residual"] = sum(value.numel() for value in r.values()) * std**2
+        return {**w, **noise.add(r, std=std)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +90,12 @@ class BiasedGEP(SubspaceMethod):
     """
 
     def bind(self, setting: Setting) -> BiasedGEPMechanism:
-        """The mechanism for this run."""
-        return BiasedGEPMechanism(self, setting, passes=1)
+        return BiasedGEPMechanism(self, setting)
 
 
 class BiasedGEPMechanism(SubspaceMechanism):
-    """One step of biased GEP."""
+    """One step of biased GEP: the release is the embedding's, with z1 = z."""
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), k numbers."""
         return {EMBEDDING: self._clipped_embedding(self.span.embed(gradients))}
-
-    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The embedding with noise of z1 = z."""
-        return self._noisy_embedding(total, noise, std=noise_multiplier * self._clip)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpspan.mechanisms.carried_weights import carried_weights
-from dpspan.mechanisms.carriers import History, principal, unprivate_projection_residual
+from dpspan.mechanisms.carriers import Carrier, History, carried_weights, carriers_of
 from dpspan.support.checks import check_count, expect
 
 
@@ -43,15 +42,10 @@ def unprivate_low_rank(
 ) -> dict[str, LowRank]:
     """For each weight that `RGP(rank=rank)` would carry, how well carriers fit its gradient.
 
-    Args:
-        model: as it is now; its weights' `grad` is left alone.
-        loss_fn: `loss_fn(model, *batch)` gives one loss per sample; the gradient is of their mean.
-        batch: what `loss_fn` takes.
-        rank: r, of the carriers.
-        first: weights at the beginning of training, by name (a copy of `state_dict()` will do);
-            with them, also what carriers from the history would miss.
-        layers: which weights, as for `RGP`.
-        seed: of the numbers that the power method starts from.
+    `loss_fn(model, *batch)` gives one loss per sample; the gradient is of their mean, and the
+    weights' `grad` is left alone. With `first`, the weights at the beginning of training by name
+    (a copy of `state_dict()` will do), also what carriers from the history would miss. `layers`
+    chooses weights as for `RGP`; `seed` is of the numbers that the power method starts from.
 
     Examples:
         >>> import torch
@@ -69,25 +63,34 @@ def unprivate_low_rank(
     loss = loss_fn(model, *batch).mean()
     expect(bool(loss.isfinite()), "a finite loss", float(loss.detach()))
     gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-
+    carriers: dict[str, Carrier] = {}
+    if first is not None:
+        for name in weights:
+            expect(name in first, f"first to hold the weight '{name}'", sorted(first))
+        now, then = ({name: _matrix(w[name]) for name in weights} for w in (weights, first))
+        # Step 1 of a warm-up of 1: the directions of the update, not of the weight.
+        carriers = carriers_of(now, then, History(), rank, step=1, seed=seed)
     found = {}
-    for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+    for name, gradient in zip(weights, gradients, strict=True):
         if gradient is None or not gradient.any():  # no part in the loss: nothing to measure
             continue
-        g, history = gradient.double().cpu().flatten(1), None
-        if first is not None:
-            expect(name in first, f"first to hold the weight '{name}'", sorted(first))
-            now, then = (w.detach().double().cpu().flatten(1) for w in (weight, first[name]))
-            # Step 1 of a warm-up of 1: the directions of the update, not of the weight.
-            (carrier,) = History().carriers([now], [then], rank, 1, draw)
-            history = float(unprivate_projection_residual(g, carrier))
+        g = _matrix(gradient)
+        energy = torch.linalg.svdvals(g).square()
+        missed = unprivate_projection_residual(g, carriers[name]) if carriers else None
         found[name] = LowRank(
-            stable_rank=float(g.square().sum() / torch.linalg.matrix_norm(g, 2).square()),
-            self_residual=float(unprivate_projection_residual(g, principal(g, rank))),
-            history_residual=history,
+            stable_rank=float(energy.sum() / energy[0]),
+            self_residual=float((energy[rank:].sum() / energy.sum()).sqrt()),
+            history_residual=None if missed is None else float(missed),
         )
     return found
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.detach().double().cpu().flatten(1)
+
+
+def unprivate_projection_residual(g: Tensor, carrier: Carrier) -> Tensor:
+    """‖(I − LLᵀ) G (I − RᵀR)‖/‖G‖: what carriers miss of a gradient (the paper's figure 3)."""
+    kept = carrier.reconstruct(g @ carrier.right.T, carrier.left.T @ g)
+    norm: Tensor = torch.linalg.matrix_norm(g - kept) / torch.linalg.matrix_norm(g)
+    return norm

@@ -12,28 +12,78 @@ unless `public_clip` says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.mechanisms.base import ClippingMethod, Gradient, Setting, SteppedMechanism, Sums
+from dpspan.mechanisms.base import Gradient, Method, Setting, SteppedMechanism, Sums
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.mechanisms.noise import Noise
-from dpspan.mechanisms.schedule import Mixing
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource, RealLabels
-from dpspan.support.checks import check_number, expect
+from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.device_facts import Health
 
 
+@runtime_checkable
+class Mixing(Protocol):
+    """A schedule of α: it sees the number of the step, and nothing else."""
+
+    def alpha(self, step: int) -> float:
+        """α_t, from 0 (the public gradient alone) to 1 (plain DP-SGD); steps count from 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class MirrorDescent(ClippingMethod):
+class ConstantMixing:
+    """The same α at every step.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.ConstantMixing(share=0.7).alpha(step=5)
+        0.7
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        share = check_number("share", self.share)
+        expect(0 <= share <= 1, "share from 0 (public) to 1 (private)", self.share)
+
+    def alpha(self, step: int) -> float:
+        return float(self.share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineMixing:
+    """The paper's schedule cos(πt/2K): the private gradient first, the public one at the end.
+
+    `steps` is K. From step K on α is 0: take more than the steps you will train for.
+
+    Examples:
+        >>> import dpspan
+        >>> mixing = dpspan.CosineMixing(steps=100)
+        >>> [round(mixing.alpha(step), 2) for step in (0, 50, 100)]
+        [1.0, 0.71, 0.0]
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+
+    def alpha(self, step: int) -> float:
+        return math.cos(math.pi * step / (2 * self.steps)) if step < self.steps else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorDescent(Method):
     """DP-SGD with the gradient of labelled public samples mixed into every step.
 
     Args:
@@ -60,6 +110,7 @@ class MirrorDescent(ClippingMethod):
     """
 
     counts = {"public_samples": 1, "diagnose": 0, "seed": 0}  # noqa: RUF012
+    positive = ("clip", "public_clip")
 
     public: Any = field(repr=False, compare=False)
     mixing: Mixing
@@ -71,7 +122,6 @@ class MirrorDescent(ClippingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_positive("public_clip")
         expect(
             isinstance(self.mixing, Mixing),
             "mixing to be CosineMixing(steps=…), ConstantMixing(share=…) or an object with "
@@ -86,10 +136,6 @@ class MirrorDescent(ClippingMethod):
         )
 
     def bind(self, setting: Setting) -> MirrorMechanism:
-        """The mechanism for this run."""
-        return MirrorMechanism(self, setting, self._gradients(setting))
-
-    def _gradients(self, setting: Setting) -> PublicGradientSource:
         data = PublicData.of(self.public)
         if not data.labelled:
             raise ValueError(
@@ -114,7 +160,7 @@ class MirrorDescent(ClippingMethod):
             seed=self.seed,
         )
         gradients.try_one()
-        return gradients
+        return MirrorMechanism(self, setting, gradients)
 
     def describe(self) -> dict[str, Any]:
         """Name and configuration; a schedule of your own is known by its repr."""
@@ -127,11 +173,10 @@ class MirrorMechanism(SteppedMechanism):
     def __init__(
         self, method: MirrorDescent, setting: Setting, gradients: PublicGradientSource
     ) -> None:
-        super().__init__()
+        super().__init__(diagnose=method.diagnose)
         self._method, self._gradients = method, gradients
         self._private = DPSGDMechanism(method.clip_norm, method.clipping)
         self._lot_size, self._warn = setting.expected_batch_size, setting.warn
-        self._notes: list[dict[str, Any]] = []
         self._health = Health()
         self._public_mean: Gradient | None = None  # h_t, where the step needs it
         self.public = (gradients.data,)
@@ -143,11 +188,9 @@ class MirrorMechanism(SteppedMechanism):
             self._public_mean = self._mean(self._gradients(self.step, capture))
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
-        """Σ_i clip(g_i, C), by parameter."""
         return self._private.clipped_sum(gradients)
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The sum plus z·C·N(0, I)."""
         return self._private.release(total, noise, noise_multiplier)
 
     def gradient(self, released: Sums) -> Gradient:
@@ -162,10 +205,6 @@ class MirrorMechanism(SteppedMechanism):
             noisy = {name: alpha * value + weight * public[name] for name, value in noisy.items()}
         self.step += 1
         return noisy
-
-    @property
-    def _diagnosing(self) -> bool:
-        return self._method.diagnose > 0 and self.step % self._method.diagnose == 0
 
     def _alpha(self) -> float:
         alpha = check_number("alpha(step)", self._method.mixing.alpha(self.step))
@@ -197,7 +236,10 @@ class MirrorMechanism(SteppedMechanism):
         return {name: torch.where(finite, value, 0.0) for name, value in mean.items()}
 
     def _note(self, alpha: float, noisy: Gradient, public: Gradient) -> None:
-        """Of the private gradient only what has its noise: that may be looked at for nothing."""
+        """Of the private gradient only what has its noise: that may be looked at for nothing.
+
+        Lengths are in the units of a mean gradient.
+        """
         private = {name: value.double() / self._lot_size for name, value in noisy.items()}
         lengths = _inner(private, private).sqrt(), _inner(public, public).sqrt()
         self._notes.append(
@@ -210,15 +252,7 @@ class MirrorMechanism(SteppedMechanism):
             }
         )
 
-    def diagnostics(self) -> list[dict[str, Any]]:
-        """Notes on the two gradients: lengths in the units of a mean gradient, and the cosine."""
-        return [
-            {name: float(v) if isinstance(v, Tensor) else v for name, v in note.items()}
-            for note in self._notes
-        ]
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that step."""
         super().load_state_dict(state)
         self._public_mean = None
 

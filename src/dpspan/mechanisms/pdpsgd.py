@@ -46,7 +46,6 @@ class PDPSGD(SubspaceMethod):
             raise ValueError("Expected start (in steps) or start_epoch, got both.")
 
     def bind(self, setting: Setting) -> PDPSGDMechanism:
-        """The mechanism for this run."""
         return PDPSGDMechanism(self, setting)
 
 
@@ -54,12 +53,11 @@ class PDPSGDMechanism(SubspaceMechanism):
     """One step of PDP-SGD."""
 
     def __init__(self, method: PDPSGD, setting: Setting) -> None:
-        super().__init__(method, setting, passes=1)
+        super().__init__(method, setting)
         self._start = method.start or method.start_epoch * setting.steps_per_epoch
         self._unprojected = DPSGDMechanism(self._clip, self._clipping)
 
     def prepare(self, capture: Capture | None = None) -> None:
-        """No subspace before `start`."""
         if self.step >= self._start:
             super().prepare(capture)
 
@@ -71,13 +69,11 @@ class PDPSGDMechanism(SubspaceMechanism):
         return {EMBEDDING: self._clipped_embedding(w, norms=gradients.norm_bounds())}
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The embedding plus z·C·N(0, I_k)."""
         if self.step < self._start:
             return self._unprojected.release(total, noise, noise_multiplier)
-        return self._noisy_embedding(total, noise, std=noise_multiplier * self._clip)
+        return super().release(total, noise, noise_multiplier)
 
     def gradient(self, released: Sums) -> Gradient:
-        """The noisy embedding, lifted to parameters."""
         if self.step < self._start:
             self.step += 1
             return self._unprojected.gradient(released)

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dpspan.gradients.capture import Capture
-from dpspan.mechanisms.base import (
-    EMBEDDING,
-    ClippingMethod,
-    Gradient,
-    Setting,
-    SteppedMechanism,
-    Sums,
-)
+from dpspan.mechanisms.base import EMBEDDING, Gradient, Method, Setting, SteppedMechanism, Sums
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
@@ -37,7 +30,7 @@ from dpspan.support.checks import check_count, describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubspaceMethod(ClippingMethod):
+class SubspaceMethod(Method):
     """Configuration that PDPSGD, BiasedGEP and GEP have in common.
 
     Args:
@@ -95,10 +88,7 @@ class SubspaceMethod(ClippingMethod):
     def source(self, setting: Setting) -> SpanSource:
         """Where the subspaces of this run come from."""
         if self.subspace is not None:
-            random = self.subspace
-            return RandomSpan(
-                setting.model, rank=random.rank, redraw=random.redraw, seed=random.seed
-            )
+            return RandomSpan(setting.model, self.subspace)
         assert self.rank is not None
         gradients = PublicGradientSource(
             model=setting.model,
@@ -134,21 +124,20 @@ class SubspaceMechanism(SteppedMechanism):
     of a batch (and all processes) see the same one.
     """
 
-    def __init__(self, method: SubspaceMethod, setting: Setting, *, passes: int) -> None:
-        super().__init__()
+    passes: ClassVar[int] = 1  # products with the subspace that a step takes
+
+    def __init__(self, method: SubspaceMethod, setting: Setting) -> None:
+        super().__init__(diagnose=method.diagnose)
         self._clip, self._clipping = method.clip_norm, method.clipping
         self._source, self._refresh = method.source(setting), method.refresh
-        self._products = passes * setting.expected_batch_size * method.refresh
-        self._diagnose = method.diagnose
+        self._products = self.passes * setting.expected_batch_size * method.refresh
         self._span: GroupedSubspace | None = None
         self._number = -1  # of the present subspace
         self._earlier: GroupedSubspace | None = None
         self._noise_energy: dict[str, float] = {}  # expected, of the present step
-        self._notes: list[dict[str, Any]] = []
         self.public = self._source.public
 
     def prepare(self, capture: Capture | None = None) -> None:
-        """The subspace of this step, if the last one has served its time."""
         number = self.step // self._refresh
         if self._span is None or number != self._number:
             # Let go first: two subspaces at once would take twice the memory.
@@ -158,16 +147,22 @@ class SubspaceMechanism(SteppedMechanism):
 
     @property
     def span(self) -> GroupedSubspace:
-        """The subspace of the present step."""
         assert self._span is not None, "prepare() comes first"
         return self._span
 
     def _clipped_embedding(self, w: Tensor, norms: Tensor | None = None) -> Tensor:
         """Σ_i clip(w_i, C), where a sample may count as longer than its embedding."""
-        lengths = _lengths(w) if norms is None else torch.maximum(norms, _lengths(w))
-        return weighted_sum(clip_factors(self._clipping, lengths, self._clip), w)
+        rounding = 1 + 2.0**-53 * (w.shape[1] + 16)  # lengths are rounded up
+        lengths = torch.linalg.vector_norm(w, dim=1) * rounding
+        if norms is not None:
+            lengths = torch.maximum(norms, lengths)
+        factors = clip_factors(self._clipping, lengths, self._clip)
+        # A row of weight zero adds nothing, even if it is not finite.
+        return factors.to(w) @ torch.where(factors.unsqueeze(1) != 0, w, 0.0)
 
-    def _noisy_embedding(self, total: Sums, noise: Noise, std: float) -> Sums:
+    def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
+        """The embedding plus z·C·N(0, I_k)."""
+        std = noise_multiplier * self._clip
         self._noise_energy = {"embedding": self.span.dimensions * std**2}
         return noise.add({EMBEDDING: total[EMBEDDING]}, std=std)
 
@@ -181,10 +176,6 @@ class SubspaceMechanism(SteppedMechanism):
             self._notes.append(self._note(released[EMBEDDING], gradient))
         self.step += 1
         return gradient
-
-    @property
-    def _diagnosing(self) -> bool:
-        return self._diagnose > 0 and self.step % self._diagnose == 0
 
     def _note(self, embedding: Tensor, gradient: Gradient) -> dict[str, Any]:
         parts = list(self.span.parts.values())
@@ -205,35 +196,10 @@ class SubspaceMechanism(SteppedMechanism):
         self._earlier = None
         return note
 
-    def diagnostics(self) -> list[dict[str, Any]]:
-        """Notes on subspace and noise, as plain numbers and lists."""
-        plain: list[dict[str, Any]] = [_plain(note) for note in self._notes]
-        return plain
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that step; its subspace is computed anew."""
         super().load_state_dict(state)
-        self._span, self._number = None, -1
-
-
-def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """wᵀX, where a row of weight zero adds nothing, even if it is not finite."""
-    return weights.to(rows) @ torch.where(weights.unsqueeze(1) != 0, rows, 0.0)
-
-
-def _lengths(embeddings: Tensor) -> Tensor:
-    """Norms of rows in float64, rounded up."""
-    norms: Tensor = torch.linalg.vector_norm(embeddings, dim=1)
-    return norms * (1 + 2.0**-53 * (embeddings.shape[1] + 16))
+        self._span, self._number = None, -1  # computed anew
 
 
 def _energy(value: Tensor) -> Tensor:
     return value.double().square().sum()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value

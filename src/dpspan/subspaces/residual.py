@@ -26,7 +26,6 @@ from dpspan.gradients.layers.pairs import line_blocks
 from dpspan.gradients.layers.terms import Rows, Stack, Term, kept
 from dpspan.gradients.numerics import (
     Arithmetic,
-    bounds,
     ieee,
     minus_product,
     plain_arithmetic,
@@ -110,12 +109,12 @@ class Residual:
         }
 
     @cached_property
+    @plain_arithmetic()
     def _squared_norms(self) -> tuple[Tensor, Tensor]:
         """Squared norms and their upper bounds, over all parameters."""
-        with plain_arithmetic():
-            rows = self._rows
-            with ieee(self.gradients.like):  # as `combine`
-                return self._measure(rows)
+        rows = self._rows
+        with ieee(self.gradients.like):  # as `combine`
+            return self._measure(rows)
 
     def _measure(self, rows: Mapping[Names, Tensor]) -> tuple[Tensor, Tensor]:
         own, anchors, scale = self.gradients.packs, self.anchors.packs, self.gradients.scale
@@ -130,7 +129,7 @@ class Residual:
         rounded = shares.to(self.gradients.like)
         value = torch.zeros(len(shares), dtype=torch.float64, device=shares.device)
         bound = value.clone()
-        for names in own | anchors:
+        for names in anchors:
             if names in rows:
                 square = squared_norms(rows[names])
                 hidden = (arithmetic.norm + arithmetic.summand) * square.sqrt()
@@ -138,12 +137,15 @@ class Residual:
                 square, hidden = _by_kernel(
                     own[names], anchors[names], shares, taken[names], *self.kernels[names]
                 )
-            elif names in anchors:
+            else:
                 square, hidden = _by_rows(self._own(names), anchors[names], rounded, taken[names])
-            else:  # the subspace has no part in these parameters
-                square, hidden = _untouched(own[names])
             value += square
             bound += (square.sqrt() + hidden).square()
+        beside = [name for names in own if names not in anchors for name in names]
+        if beside:  # the subspace has no part in these parameters: the gradient itself is left
+            untouched = self.gradients.select(beside)
+            value += (untouched.norms() / scale).square()
+            bound += (untouched.norm_bounds() / scale).square()
         return value * scale**2, bound * scale**2
 
     def _own(self, names: Names) -> Pack:
@@ -192,16 +194,6 @@ def _by_kernel(
     longer = (square + unit * length.square()).sqrt() - square.sqrt()
     summand = Arithmetic.of(own.term.rows(0, 0)).summand
     return square, longer + (summand + precise.summand_error) * length
-
-
-def _untouched(own: Pack) -> tuple[Tensor, Tensor]:
-    """The squared norms of g itself."""
-    norms = own.term.squared_norms(Arithmetic.of(own.term.rows(0, 0)))
-    errors = norms.value.new_tensor(
-        [[norms.value_error, norms.magnitude_error, norms.summand_error]]
-    )
-    bound = bounds(norms.value[None], norms.magnitude[None], errors)[0]
-    return norms.value, bound.sqrt() - norms.value.sqrt()
 
 
 def _width(term: Term) -> int:

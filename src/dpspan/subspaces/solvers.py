@@ -44,8 +44,7 @@ class Eigh:
     Examples:
         >>> import torch
         >>> import dpspan
-        >>> solver = dpspan.Eigh()
-        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=solver)
+        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=dpspan.Eigh())
     """
 
     def __call__(
@@ -63,8 +62,7 @@ class Lanczos:
     Examples:
         >>> import torch
         >>> import dpspan
-        >>> solver = dpspan.Lanczos()
-        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=solver)
+        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=dpspan.Lanczos())
     """
 
     def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:

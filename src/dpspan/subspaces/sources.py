@@ -20,7 +20,7 @@ from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource
 from dpspan.subspaces.residual import Names, Residual
-from dpspan.subspaces.solvers import Eigh, Solver
+from dpspan.subspaces.solvers import Solver
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, expect
 from dpspan.support.device_facts import Health
@@ -34,21 +34,19 @@ Groups = int | Callable[[str], Hashable]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupResidual:
-    """What lies outside of the subspaces of all groups, as one vector per sample."""
+    """What lies outside of the subspaces of all groups, as one vector per sample; a `Residual`."""
 
     parts: Sequence[Residual]
 
     def norm_bounds(self) -> Tensor:
-        """Upper bounds of the norms, (n,) float64."""
         return torch.stack([part.norm_bounds() for part in self.parts]).square().sum(0).sqrt()
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
-        """A weighted sum of the residuals, by parameter."""
         return _merged([part.combine(weights) for part in self.parts])
 
 
 class GroupedSubspace:
-    """Subspaces of disjoint groups of parameters, as one."""
+    """Subspaces of disjoint groups of parameters, as one `Subspace`."""
 
     def __init__(self, parts: Mapping[Names, Subspace]) -> None:
         self.parts = parts
@@ -56,18 +54,15 @@ class GroupedSubspace:
         self.dimensions = sum(self._sizes)  # length of an embedding
 
     def embed(self, gradients: PerSampleGradients) -> Tensor:
-        """Each gradient's coordinates in the subspaces, (n, k) float64."""
         embeddings = [part.embed(gradients.select(names)) for names, part in self.parts.items()]
         return torch.cat(embeddings, dim=1)
 
     def split(self, gradients: PerSampleGradients) -> tuple[Tensor, GroupResidual]:
-        """Each gradient's coordinates in the subspaces, and what lies outside of them."""
         splits = [part.split(gradients.select(names)) for names, part in self.parts.items()]
         embeddings, residuals = zip(*splits, strict=True)
         return torch.cat(embeddings, dim=1), GroupResidual(residuals)
 
     def lift(self, z: Tensor) -> dict[str, Tensor]:
-        """A vector of the subspaces by parameter."""
         parts = zip(self.parts.values(), z.split(self._sizes), strict=True)
         # Public gradients that are not finite are an error of their own.
         return _merged([part.lift(own, finite=True) for part, own in parts])
@@ -147,52 +142,6 @@ class PublicSpan:
             )
 
 
-class RandomSpan:
-    """Random directions, the same for a whole run or drawn anew at every refresh."""
-
-    public: tuple[PublicData, ...] = ()
-
-    def __init__(self, model: nn.Module, *, rank: int, redraw: bool, seed: int) -> None:
-        self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
-        self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
-        size = sum(shape.numel() for shape in self._shapes.values())
-        expect(rank <= size, f"rank of at most {size}, the parameters", rank)
-        needed, limit = rank * size * self._like.element_size(), 4 * _basis_bytes(self._like)
-        if needed > limit:
-            raise ValueError(
-                f"{rank} random directions for {size:,} parameters would take {needed / 2**30:.1f} "
-                f"GiB (limit {limit / 2**30:.1f}). Lower the rank, train fewer parameters, or use "
-                "directions of public gradients, which are never written out."
-            )
-        self._rank, self._redraw, self._seed = rank, redraw, seed
-        self._fixed: GroupedSubspace | None = None
-
-    def span(
-        self, refresh: int, *, products: float, capture: Capture | None = None
-    ) -> GroupedSubspace:
-        """The subspace number `refresh`."""
-        if self._redraw:
-            return self._draw(refresh)
-        if self._fixed is None:
-            self._fixed = self._draw(0)  # whenever it is asked for: a resumed run finds the same
-        return self._fixed
-
-    def _draw(self, refresh: int) -> GroupedSubspace:
-        # Drawn on the CPU, so that every process and device has the same directions.
-        (word,) = np.random.SeedSequence([self._seed, refresh]).generate_state(1)
-        generator = torch.Generator().manual_seed(int(word))
-        rows: dict[str, list[Any]] = {
-            name: [Rows(torch.randn(self._rank, *shape, generator=generator).to(self._like))]
-            for name, shape in self._shapes.items()
-        }
-        gradients = PerSampleGradients(self._shapes, rows, self._rank, like=self._like)
-        subspace = Subspace.from_gradients(gradients, self._rank, solver=Eigh())
-        return GroupedSubspace({tuple(self._shapes): subspace.explicit()})
-
-
-SpanSource = PublicSpan | RandomSpan
-
-
 @dataclass(frozen=True, kw_only=True)
 class RandomSubspace:
     """A random subspace instead of a public one (RPDP-SGD; GEP's appendix C): no public data.
@@ -212,6 +161,53 @@ class RandomSubspace:
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
+
+
+class RandomSpan:
+    """Random directions, the same for a whole run or drawn anew at every refresh."""
+
+    public: tuple[PublicData, ...] = ()
+
+    def __init__(self, model: nn.Module, subspace: RandomSubspace) -> None:
+        self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
+        size = sum(shape.numel() for shape in self._shapes.values())
+        rank = subspace.rank
+        expect(rank <= size, f"rank of at most {size}, the parameters", rank)
+        needed, limit = rank * size * self._like.element_size(), 4 * _basis_bytes(self._like)
+        if needed > limit:
+            raise ValueError(
+                f"{rank} random directions for {size:,} parameters would take {needed / 2**30:.1f} "
+                f"GiB (limit {limit / 2**30:.1f}). Lower the rank, train fewer parameters, or use "
+                "directions of public gradients, which are never written out."
+            )
+        self._subspace = subspace
+        self._fixed: GroupedSubspace | None = None
+
+    def span(
+        self, refresh: int, *, products: float, capture: Capture | None = None
+    ) -> GroupedSubspace:
+        if self._subspace.redraw:
+            return self._draw(refresh)
+        if self._fixed is None:
+            self._fixed = self._draw(0)  # whenever it is asked for: a resumed run finds the same
+        return self._fixed
+
+    def _draw(self, refresh: int) -> GroupedSubspace:
+        # Drawn on the CPU, so that every process and device has the same directions.
+        rank = self._subspace.rank
+        (word,) = np.random.SeedSequence([self._subspace.seed, refresh]).generate_state(1)
+        generator = torch.Generator().manual_seed(int(word))
+        rows: dict[str, list[Any]] = {
+            name: [Rows(torch.randn(rank, *shape, generator=generator).to(self._like))]
+            for name, shape in self._shapes.items()
+        }
+        gradients = PerSampleGradients(self._shapes, rows, rank, like=self._like)
+        subspace = Subspace.from_gradients(gradients, rank)
+        return GroupedSubspace({tuple(self._shapes): subspace.explicit()})
+
+
+SpanSource = PublicSpan | RandomSpan
 
 
 def _explicit_pays(part: Subspace, products: float) -> bool:
@@ -248,11 +244,10 @@ def grouped(shapes: Mapping[str, torch.Size], groups: Groups) -> list[Names]:
     """The parameters in `groups` of about the same size, or by a function of their name."""
     if isinstance(groups, int):
         return _contiguous(shapes, groups)
-    collected: dict[Hashable, Names] = {}
+    collected: dict[Hashable, list[str]] = {}
     for name in shapes:
-        key = groups(name)
-        collected[key] = (*collected.get(key, ()), name)
-    return list(collected.values())
+        collected.setdefault(groups(name), []).append(name)
+    return [tuple(names) for names in collected.values()]
 
 
 def _contiguous(shapes: Mapping[str, torch.Size], count: int) -> list[Names]:

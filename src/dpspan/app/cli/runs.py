@@ -139,7 +139,7 @@ def choose_command(
     if unprivate_rank:
         from torch import nn
 
-        from dpspan.choose.ranking import LOOKED_AT, rank_public
+        from dpspan.choose.gsd import LOOKED_AT, rank_public
 
         parts = make_parts(settings)
         with folder.locked():

@@ -107,7 +107,6 @@ class RGPSection(MethodSection):
     rank: Count = 1
     carriers: Literal["history", "random"] = "history"
     left_only: bool = False
-    full_scale: Positive = 1.0
 
 
 class MirrorDescentSection(MethodSection):
