@@ -37,8 +37,8 @@ class Carrier(NamedTuple):
     right: Tensor  # (r, d_in)
 
     def reconstruct(self, left: Tensor, right: Tensor) -> Tensor:
-        """∂L R + L ∂R − L Lᵀ ∂L R."""
-        return (left - self.left @ (self.left.T @ left)) @ self.right + self.left @ right
+        """∂L R + L ∂R − L Lᵀ ∂L R; of one weight, or of a stack of them."""
+        return (left - self.left @ (self.left.mT @ left)) @ self.right + self.left @ right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +149,14 @@ def as_matrix(weight: Tensor) -> Tensor:
     return full_precision(weight.detach()).flatten(1)
 
 
+def alike(matrices: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of those of one shape, in groups to stack: a GPU would wait for each alone."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, matrix in matrices.items():
+        groups.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(name)
+    return list(groups.values())
+
+
 @plain_arithmetic()
 def carriers_of(
     weights: Mapping[str, Tensor],
@@ -160,12 +168,9 @@ def carriers_of(
     seed: int,
 ) -> dict[str, Carrier]:
     """L and R of each weight, all of them matrices, at a step of a run that began with `first`."""
-    # Weights of one shape in one stack: a GPU would wait for each alone.
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for name, weight in weights.items():
-        alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(name)
+    groups = alike(weights)
     now, then = (
-        [torch.stack([values[name] for name in names]) for names in alike.values()]
+        [torch.stack([values[name] for name in names]) for names in groups]
         for values in (weights, first)
     )
     # On the CPU and by number: the same in every process and after a resumption.
@@ -176,8 +181,6 @@ def carriers_of(
 
     return {
         name: Carrier(left, right)
-        for names, stack in zip(
-            alike.values(), source.carriers(now, then, rank, step, draw), strict=True
-        )
+        for names, stack in zip(groups, source.carriers(now, then, rank, step, draw), strict=True)
         for name, left, right in zip(names, *stack, strict=True)
     }

@@ -66,7 +66,9 @@ def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float) -> Tensor
     """
     if len(norm_bounds) == 0:
         return norm_bounds
-    chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
-    factors = torch.minimum(chosen, clip / norm_bounds)
-    usable = torch.isfinite(norm_bounds) & torch.isfinite(factors)
-    return torch.where(usable, factors.clamp(min=0.0), torch.zeros_like(factors))
+    if type(rule) in (FlatClipping, AutomaticClipping):
+        chosen = rule.factor(norm_bounds, clip)  # entry by entry, and without the time of vmap
+    else:
+        chosen = torch.vmap(lambda norm: rule.factor(norm, clip))(norm_bounds)
+    factors = torch.minimum(chosen, clip / norm_bounds)  # C/∞ is 0, and NaN stays so
+    return factors.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpspan.gradients.layers.terms import Rows, Term
@@ -29,6 +30,7 @@ from dpspan.mechanisms.carriers import (
     CarrierSource,
     History,
     RandomCarriers,
+    alike,
     as_matrix,
     carried_weights,
     carriers_of,
@@ -145,13 +147,16 @@ class RGPMechanism(SteppedMechanism):
         carriers, self._carriers = self.carriers(), None
         self.step += 1
         update = of_parameters(released)
-        for name, carrier in carriers.items():
-            left = released[Left(name)]
+        for names in alike(self._matrices()):
+            stack = Carrier(*map(torch.stack, zip(*(carriers[n] for n in names), strict=True)))
+            left = torch.stack([released[Left(name)] for name in names])
             if self._method.left_only:
-                matrix = left @ carrier.right
+                whole = left @ stack.right
             else:
-                matrix = carrier.reconstruct(left, released[Right(name)])
-            update[name] = matrix.view(self._weights[name].shape)
+                right = torch.stack([released[Right(name)] for name in names])
+                whole = stack.reconstruct(left, right)
+            for name, matrix in zip(names, whole, strict=True):
+                update[name] = matrix.view(self._weights[name].shape)
         return update
 
     def _energy(self, total: Sums, std: float) -> dict[str, float]:
