@@ -29,7 +29,7 @@ def network(inputs=12, width=8):
 
 
 def dpspan(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dpspan.app.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "dpspan", *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done

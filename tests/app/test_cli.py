@@ -150,7 +150,7 @@ def test_warnings_are_notes_each_said_once(folder: Path, monkeypatch: pytest.Mon
 def test_ctrl_c_saves_and_can_be_resumed(folder: Path) -> None:
     training = {**settings(folder)["training"], "epochs": 3000}
     path = written(folder, training=training)
-    command = [sys.executable, "-m", "dpspan.app.cli", "train", str(path), "--json"]
+    command = [sys.executable, "-m", "dpspan", "train", str(path), "--json"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder)
     metrics = RunFolder(folder / "run").metrics
@@ -180,7 +180,7 @@ def test_ctrl_c_saves_and_can_be_resumed(folder: Path) -> None:
 
 
 def test_a_stop_is_told_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpspan.app.cli.train._Stopper.__call__", lambda self: True)
+    monkeypatch.setattr("dpspan.app.cli.runs._Stopper.__call__", lambda self: True)
     path = written(folder)
     said = dpspan("train", path, code=130).stderr
     assert f"after 1 of 10 steps; the checkpoint is saved. Go on with: dpspan train {path}" in said
@@ -499,7 +499,7 @@ def test_a_choice_that_an_interrupted_compare_made_is_paid(
     assert sum(e["count"] for e in events if "Laplace" in e["event"]["kind"]) == 1
     (out / "ledger.json").unlink()
     refused = dpspan("compare", plain, "--out", "out", "--seeds", 1, code=1)
-    assert "ledger.json is missing, so nobody knows what choice.json has cost" in refused.stderr
+    assert "ledger.json is missing, so nobody knows what the other files in" in refused.stderr
 
 
 def test_a_folder_is_of_a_run_or_of_a_comparison(folder: Path) -> None:
