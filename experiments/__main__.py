@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpspan.app.config.yaml_file import ConfigError
+from dpspan.app.section import ConfigError
 from experiments import dimension, tables
 from experiments.catalogue import load, names
 from experiments.distances import ChoosingExperiment, measure

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from dpspan.app.config.yaml_file import parse
+from dpspan.app.section import parse
 from experiments.dimension import DimensionExperiment
 from experiments.distances import ChoosingExperiment
 from experiments.schema import TrainingExperiment

@@ -18,8 +18,7 @@ from torch.utils.data import TensorDataset
 from dpspan.accounting.epsilon import Budget
 from dpspan.app.advice import Advice, advise
 from dpspan.app.comparison import Task
-from dpspan.app.demo import data
-from dpspan.app.demo.command import (
+from dpspan.app.demo import (
     BATCH,
     DELTA,
     EPOCHS,
@@ -29,6 +28,7 @@ from dpspan.app.demo.command import (
     TEST,
     WARM,
     contenders,
+    data,
     network,
 )
 from dpspan.public.data import PublicData

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import dpspan
 from dpspan.accounting.calibration import calibrate
-from dpspan.app.config.methods import MethodSection
+from dpspan.app.config.sections import MethodSection
 from dpspan.audit import membership_inference
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.model.trainable import train_only
@@ -211,7 +211,7 @@ def _model(
         other = drawn(section, replace(data, classes=row.pretraining.classes), seed)
         load_common(model, pretrained(row.pretraining, before, other, seed, place.device))
     if row.trainable is not None:
-        model = train_only(model, row.trainable.build())
+        model = train_only(model, row.trainable.built())
     return model.to(place.device).train()
 
 
@@ -219,8 +219,7 @@ def _phase(row: Row, data: Data, seed: int) -> dpspan.WarmStart | None:
     """The warm start, or second phase, of a row that has one."""
     if row.warm_start is None:
         return None
-    trainable = row.trainable.build() if row.trainable else None
-    return row.warm_start.build(data.public[row.warm_start.public], trainable, seed=seed)
+    return row.warm_start.build(data.public[row.warm_start.public], row.trainable, seed=seed)
 
 
 def _finite(model: nn.Module) -> bool:

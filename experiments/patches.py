@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dpspan.app.config.models import AnyModel, PatchesSection
+from dpspan.app.config.sections import AnyModel, PatchesSection
+from dpspan.app.run.from_config import draw_model
 from dpspan.app.section import Counts
 from dpspan.model.networks import MLP
 from dpspan.public.patches import PatchFeatures
@@ -32,8 +33,7 @@ def drawn(section: AnyModel, data: Any, seed: int) -> nn.Module:
     """The same network for the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: nn.Module = section.draw(data)
-        return model
+        return draw_model(section, data)
 
 
 @torch.no_grad()

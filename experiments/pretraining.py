@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpspan.app.config.training import RandomAffineSection
+from dpspan.app.config.sections import RandomAffineSection
 from dpspan.app.section import Count, Positive, Section
 from dpspan.public.data import PublicData
 from experiments.data import inputs_like, labels, read

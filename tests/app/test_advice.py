@@ -18,9 +18,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart, calibrate
 from dpspan.accounting.events import pure_event
-from dpspan.app.advice import Advice, Trial, advise, default_contenders
-from dpspan.app.advice.results import conclude
-from dpspan.app.advice.stand_in import public_of, rehearsal
+from dpspan.app.advice import (
+    Advice,
+    Trial,
+    advise,
+    conclude,
+    default_contenders,
+    public_of,
+    rehearsal,
+)
 from dpspan.app.comparison import Contender, Task
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import fingerprints
@@ -102,7 +108,9 @@ class TestAdvise:
         text = console.export_text()
         assert f"→ {advice.recommended}" in text
         assert "Rehearsed on public data (ε = 0)" in text
-        assert json.loads(advice.to_json())["recommended"] == advice.recommended
+        assert (
+            json.loads(json.dumps(dataclasses.asdict(advice)))["recommended"] == advice.recommended
+        )
 
     def test_another_stand_in_leaves_the_public_data_as_it_is(self) -> None:
         public, stand_in = blobs(40, 0), blobs(200, 1, shift=-3.0)
@@ -187,9 +195,10 @@ class TestRehearsal:
         task = task_of(blobs(20, 0), batch_size=batch)
         scene = rehearsal(
             task, PublicData.of(blobs(count, 1)), records=records,
-            fold=fold, keep_public=True, others=(),
+            fold=fold, others=None,
         )  # fmt: skip
-        real, rehearsed = noise / batch, scene.noise(noise) / scene.task.batch_size
+        _, _, _, z, _ = scene.job(PLAIN, noise, 0)
+        real, rehearsed = noise / batch, z / scene.task.batch_size
         assert rehearsed == pytest.approx(real)
         assert scene.sample_rate == batch / records
         assert len(scene.task.private) <= records  # type: ignore[arg-type]
@@ -198,7 +207,7 @@ class TestRehearsal:
         source = PublicData.of(blobs(200, 1))
         scene = rehearsal(
             task_of(blobs(20, 0)), source, records=300,
-            fold=1, keep_public=True, others=(),
+            fold=1, others=None,
         )  # fmt: skip
         assert scene.public is not None
         private = torch.stack([x for x, _ in scene.task.private])
@@ -212,7 +221,7 @@ class TestRehearsal:
         other = PublicData.of((stand_in[0][:60], stand_in[1][:60]))
         scene = rehearsal(
             task_of(blobs(20, 0)), PublicData.of(stand_in), records=300,
-            fold=0, keep_public=False, others=(other,),
+            fold=0, others=(other,),
         )  # fmt: skip
         assert scene.public is None
         private = torch.stack([x for x, _ in scene.task.private])
@@ -222,7 +231,7 @@ class TestRehearsal:
         public = blobs(60, 0)
         scene = rehearsal(
             task_of(public), PublicData.of(public), records=60,
-            fold=0, keep_public=True, others=(),
+            fold=0, others=None,
         )  # fmt: skip
         start = WarmStart(data=public)
         original = Contender(
@@ -292,6 +301,6 @@ class TestConclusion:
 def test_the_stand_in_is_a_plain_dataset() -> None:
     scene = rehearsal(
         task_of(blobs(20, 0)), PublicData.of(blobs(100, 1)), records=100,
-        fold=0, keep_public=False, others=(),
+        fold=0, others=(),
     )  # fmt: skip
     assert isinstance(scene.task.test, TensorDataset)

@@ -29,7 +29,7 @@ def network(inputs=12, width=8):
 
 
 def dpspan(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dpspan.app.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "dpspan", *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done
@@ -157,7 +157,7 @@ def test_training_begins_with_the_weights_given(tmp_path: Path, ending: str) -> 
     ("content", "message"),
     [
         (None, r"There are no weights at .*weights\.pt"),
-        (MLP(64, (8,), 10).state_dict(), "do not fit dpspan.model.networks:MLP"),
+        (MLP(64, (8,), 10).state_dict(), "do not fit MLP"),
         (torch.ones(3), "Expected a state_dict in .*, got a Tensor"),
         (MLP(64, (), 10), "holds no weights that can be read safely"),  # a pickled module
     ],

@@ -23,7 +23,7 @@ from dpspan.app.advice import Advice
 from dpspan.app.cli import app
 from dpspan.app.config import load_config
 from dpspan.app.run import RunFolder
-from dpspan.app.run.run_inputs import make_parts
+from dpspan.app.run.from_config import draw_model, make_parts
 from helpers.digits import digits, settings, write_csv, write_idx, write_images, write_npz
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
@@ -103,7 +103,7 @@ def test_one_sentence_and_no_traceback(folder: Path) -> None:
     bad = written(folder, method={"name": "dpsgd", "clip": -1.0})
     result = dpspan("train", bad, code=1)
     assert result.stderr == (
-        f"Error: {bad}:{_line(bad, 'clip')}: method.clip: Expected a number above 0.\n"
+        f"Error: {bad}:{_line(bad, 'clip')}: method.clip: Expected a value greater than 0.\n"
     )
     assert result.stdout == ""
     assert "Cannot read the configuration" in dpspan("train", "no.yaml", code=1).stderr
@@ -150,7 +150,7 @@ def test_warnings_are_notes_each_said_once(folder: Path, monkeypatch: pytest.Mon
 def test_ctrl_c_saves_and_can_be_resumed(folder: Path) -> None:
     training = {**settings(folder)["training"], "epochs": 3000}
     path = written(folder, training=training)
-    command = [sys.executable, "-m", "dpspan.app.cli", "train", str(path), "--json"]
+    command = [sys.executable, "-m", "dpspan", "train", str(path), "--json"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder)
     metrics = RunFolder(folder / "run").metrics
@@ -180,7 +180,7 @@ def test_ctrl_c_saves_and_can_be_resumed(folder: Path) -> None:
 
 
 def test_a_stop_is_told_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpspan.app.cli.train._Stopper.__call__", lambda self: True)
+    monkeypatch.setattr("dpspan.app.cli.runs._Stopper.__call__", lambda self: True)
     path = written(folder)
     said = dpspan("train", path, code=130).stderr
     assert f"after 1 of 10 steps; the checkpoint is saved. Go on with: dpspan train {path}" in said
@@ -246,7 +246,10 @@ def test_init_asks_only_when_told_to(folder: Path) -> None:
     unknown = dpspan("init", "--data", "config.yaml", "--classes", 2, "--out", "d.yaml", code=1)
     assert "Cannot tell the format" in unknown.stderr
     arguments = ("--data", "digits.npz", "--classes", 10, "--out", "d.yaml", "--epsilon", -1)
-    assert "budget.epsilon: Expected a number above 0" in dpspan("init", *arguments, code=1).stderr
+    assert (
+        "budget.epsilon: Expected a value greater than 0"
+        in dpspan("init", *arguments, code=1).stderr
+    )
     assert not Path("d.yaml").exists()
 
 
@@ -496,7 +499,7 @@ def test_a_choice_that_an_interrupted_compare_made_is_paid(
     assert sum(e["count"] for e in events if "Laplace" in e["event"]["kind"]) == 1
     (out / "ledger.json").unlink()
     refused = dpspan("compare", plain, "--out", "out", "--seeds", 1, code=1)
-    assert "ledger.json is missing, so nobody knows what choice.json has cost" in refused.stderr
+    assert "ledger.json is missing, so nobody knows what the other files in" in refused.stderr
 
 
 def test_a_folder_is_of_a_run_or_of_a_comparison(folder: Path) -> None:
@@ -570,7 +573,7 @@ def test_the_probe_network_can_be_trained(folder: Path) -> None:
 
     def drawn(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
-        return config.model.draw(parts.private).state_dict()
+        return draw_model(config.model, parts.private).state_dict()
 
     first, again, other = drawn(3), drawn(3), drawn(4)
     assert all(torch.equal(first[name], again[name]) for name in first)

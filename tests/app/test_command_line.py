@@ -133,12 +133,6 @@ class TestHowItIsCalled:
         assert short.stdout == long.stdout
         assert "Usage: " in short.stdout
 
-    def test_both_modules_are_the_program(self) -> None:
-        inner = subprocess.run(
-            [sys.executable, "-m", "dpspan.app.cli", "--version"], capture_output=True, text=True
-        )
-        assert inner.stdout == started("--version").stdout
-
     @pytest.mark.parametrize(
         ("words", "expected"),
         [("dpspan acc", {"account"}), ("dpspan train --res", {"--resume"})],

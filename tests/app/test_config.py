@@ -13,12 +13,13 @@ from pydantic import ValidationError
 
 import dpspan
 from dpspan.app.config import Config, ConfigError, load_config, parse_config
-from dpspan.app.config.methods import _RULES, AnyMethod
-from dpspan.app.config.models import PatchesSection
-from dpspan.app.config.training import (
+from dpspan.app.config.sections import (
+    _RULES,
+    AnyMethod,
     AnyTrainable,
     ConstantSection,
     CosineSection,
+    PatchesSection,
     StepsSection,
 )
 from dpspan.app.section import BuiltSection
@@ -87,20 +88,24 @@ BAD = {
     "wrong type": (
         "rank: 16",
         "rank: ten",
-        "12: method.rank: Expected a whole number, got a text.",
+        "12: method.rank: Expected a valid integer, got a text.",
     ),
     "text for a number": (
         "rank: 16",
         "rank: '16'",
-        "12: method.rank: Expected a whole number, got a text.",
+        "12: method.rank: Expected a valid integer, got a text.",
     ),
-    "too small": ("rank: 16", "rank: 0", "12: method.rank: Expected at least 1."),
+    "too small": (
+        "rank: 16",
+        "rank: 0",
+        "12: method.rank: Expected a value greater than or equal to 1.",
+    ),
     "not whole": (
         "epochs: 3",
         "epochs: 2.5",
-        "15: training.epochs: Expected a whole number",
+        "15: training.epochs: Expected a valid integer",
     ),
-    "delta": ("1e-5", "1", "13: budget.delta: Expected a number below 0.1"),
+    "delta": ("1e-5", "1", "13: budget.delta: Expected a value less than 0.1"),
     "infinite": (
         "epsilon: 3",
         "epsilon: .inf",
@@ -116,7 +121,7 @@ BAD = {
     "no mapping": (
         "model: {name: mlp, hidden: [64]}",
         "model: mlp",
-        "8: model: Expected keys and values",
+        "8: model: Expected a valid dictionary, got a text.",
     ),
     "missing": ("  batch_size: 64\n", "", "14: training.batch_size: This key is missing"),
     "missing section": ("output: {folder: runs/x}\n", "", "1: output: This key is missing"),
@@ -129,13 +134,13 @@ BAD = {
     "truth": (
         "public: true",
         "public: yes",
-        "7: data.test_is_public: Expected true or false, got a text.",
+        "7: data.test_is_public: Expected a valid boolean, got a text.",
     ),
-    "list": ("[64]", "64", "8: model.hidden: Expected a list"),
+    "list": ("[64]", "64", "8: model.hidden: Expected a valid list"),
     "in a list": (
         "inputs: [a, b]",
         "inputs: [a, 2]",
-        "5: data.public.*.inputs.1: Expected a text, got a whole number.",
+        "5: data.public.*.inputs.1: Expected a valid string, got a whole number.",
     ),
     "one class": ("[no, yes]", "[no]", "2: data.classes: "),
     "no such public data": (

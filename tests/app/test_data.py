@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, load
-from dpspan.app.data.source import Source
+from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, Source, load
 from helpers.digits import digits, write_csv, write_idx, write_images
 from helpers.needs import extra
 
@@ -165,7 +164,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     same(HuggingFace(path=tmp_path / "one"))
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "several")
     same(HuggingFace(path=tmp_path / "several", split="train"))
-    with pytest.raises(ValueError, match=r"Expected split to be one of the 1 of .*, got None"):
+    with pytest.raises(ValueError, match=r"no split 'None' among its 1\. Name one as `split`"):
         load(HuggingFace(path=tmp_path / "several"), classes=10)
     with pytest.raises(ValueError, match="no column 'text'"):
         load(HuggingFace(path=tmp_path / "one", inputs="text"), classes=10)

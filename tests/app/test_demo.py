@@ -14,7 +14,7 @@ from matplotlib import font_manager
 from rich.console import Console
 
 from dpspan.app import demo
-from dpspan.app.demo import command, data
+from dpspan.app.demo import data
 from dpspan.app.run import RunFolder
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import fingerprints, refuse_overlap
@@ -24,8 +24,8 @@ OLD_FONTS = not any(font.name in data.ITALIC for font in font_manager.fontManage
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = dataclasses.replace(command.WARM, max_epochs=2)
-    for module in (command, demo_rates):
+    short = dataclasses.replace(demo.WARM, max_epochs=2)
+    for module in (demo, demo_rates):
         monkeypatch.setattr(module, "WARM", short)
 
 
@@ -70,13 +70,13 @@ def test_the_choice_of_0_1_is_not_made_again(tmp_path: Path) -> None:
     private = data.handwritten(opt_in=100, test=360).private
     candidates = {"noise": data.noise(20, seed=0), "photographs": data.photographs(20, seed=0)}
     arguments = (tmp_path, demo.network(), private, candidates)
-    made = command._choose(*arguments)
+    made = demo._choose(*arguments)
     files = RunFolder(tmp_path)
     record = json.loads(files.ledger.read_text())
     assert record["steps"] == 1
     files.choice.write_text(json.dumps({**made, "ledger": record}))
     files.ledger.unlink()
-    assert command._choose(*arguments)["chosen"] == made["chosen"]
+    assert demo._choose(*arguments)["chosen"] == made["chosen"]
     assert json.loads(files.ledger.read_text()) == record
 
 
@@ -86,13 +86,13 @@ def test_the_choice_of_0_1_is_not_made_again(tmp_path: Path) -> None:
 def test_the_search_for_settings() -> None:
     console = Console(record=True, width=120)
     advice = demo_rates.tune(console, records=300, jobs=1, folds=3, epochs=1)
-    assert {trial.name for trial in advice.trials} >= {"public only", *command.RATES}
+    assert {trial.name for trial in advice.trials} >= {"public only", *demo.RATES}
     assert "Rehearsed on public data" in console.export_text()
 
 
 def test_no_record_is_in_two_parts() -> None:
-    digits = data.handwritten(opt_in=command.OPT_IN, test=command.TEST)
-    assert len(digits.private) == 1797 - command.OPT_IN - command.TEST
+    digits = data.handwritten(opt_in=demo.OPT_IN, test=demo.TEST)
+    assert len(digits.private) == 1797 - demo.OPT_IN - demo.TEST
     refuse_overlap(PublicData.of(digits.opt_in), digits.private)
     tested = set(fingerprints(digits.test.tensors[0]))
     assert not tested & set(fingerprints(digits.private.tensors[0]))

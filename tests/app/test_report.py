@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dp_accounting.dp_event import DpEvent
+from dp_accounting.dp_event import DpEvent, GaussianDpEvent, LaplaceDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -23,10 +23,8 @@ from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import account, pld_epsilon
 from dpspan.accounting.events import event_from_json, pure_event, step_event
 from dpspan.app.comparison import Contender, Task, compare
-from dpspan.app.report import render
-from dpspan.app.report.reading import read, without_unprivate
-from dpspan.app.report.rendering import best_guess, detection, in_words
-from dpspan.app.report.total import Total
+from dpspan.app.report import best_guess, detection, render
+from dpspan.app.report.reading import Total, read, without_unprivate
 from helpers.needs import extra, missing
 
 EVIL = "<script>alert('x')</script> & \"co\""
@@ -372,7 +370,7 @@ class TestAlarms:
         [
             (lambda f: None, "is not a folder"),
             (lambda f: f.mkdir(), r"has no certificate\.json .* Is the run finished\?"),
-            (lambda f: _write(f, "{"), "it is not valid JSON"),
+            (lambda f: _write(f, "{"), "is damaged: it is not JSON"),
             (lambda f: _write(f, "{}"), "Expected a certificate of dpspan"),
             (
                 lambda f: _write(f, '{"format": "dpspan.certificate", "version": 99}'),
@@ -407,14 +405,19 @@ class TestWords:
     def test_without_a_guarantee(self) -> None:
         assert best_guess(math.inf, 1e-5) == detection(math.inf, 1e-5, 0.01) == 1.0
 
-    def test_events(self) -> None:
-        gauss = {"kind": "GaussianDpEvent", "noise_multiplier": 2.0}
-        poisson = {"kind": "PoissonSampledDpEvent", "sampling_probability": 0.1, "event": gauss}
-        choice = {"kind": "DiscreteLaplaceDpEvent", "noise_parameter": 0.1, "sensitivity": 1}
-        assert in_words(poisson, 1200).startswith("1,200 training steps, each on a random 0.1 of")
-        assert in_words(gauss, 1).startswith("One release with noise 2 times")
-        assert in_words(choice, 1) == "One private choice of public data, ε = 0.1"
-        assert in_words({"kind": "ZCDpEvent"}, 2) == "2 × ZCDpEvent"
+    def test_events(self, tmp_path: Path) -> None:
+        gauss, other = GaussianDpEvent(2.0), LaplaceDpEvent(9.0)
+        steps, choice = step_event(2.0, 0.1), pure_event(0.1)
+        recorded(tmp_path, (steps, 1200), (gauss, 1), (choice, 1), (other, 2), delta=1e-5)
+        page = render([tmp_path], tmp_path / "r.html").read_text()
+        noise = "with noise 2 times what one record may add"
+        assert (
+            f"<td>1,200 training steps, each on a random 0.1 of the records, {noise}</td>" in page
+        )
+        assert f"<td>One release {noise}</td>" in page
+        assert "<td>One private choice of public data, ε = 0.1</td>" in page
+        assert "<td>2 × LaplaceDpEvent</td>" in page
+        assert "in a batch with probability 0.1, by a coin of its own" in page
 
     def test_reading_keeps_the_order_of_the_comparison(self, compared: Path) -> None:
         groups = list(read([compared], include_unprivate=False).groups)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpspan import DPSGD, Budget, Contender, Task, WarmStart, compare
-from dpspan.app.comparison.compare import _is_done
+from dpspan.app.comparison import _is_done
 from dpspan.app.report import render
 from dpspan.app.run import Progress, RunFolder, train
 from dpspan.app.run.folder import is_comparison, read_json, read_lines
@@ -90,7 +90,9 @@ def test_a_comparison_that_0_1_made_counts_as_done(place: Path) -> None:
     models = {path: path.read_bytes() for path in out.rglob("model.safetensors")}
     assert len(models) == 3
     again = compare(task(), [PLAIN], out=out, seeds=(0,))
-    after = json.loads(again.to_json())
+    after = json.loads(json.dumps(again.to_dict()))
+    ended = [result.pop("status") for row in after["rows"] for result in row["results"]]
+    assert ended == ["finished"] * 3  # which 0.1 did not write down
     together = after.pop("epsilon_together"), before.pop("epsilon_together")
     assert together[0] == pytest.approx(together[1], rel=1e-9)  # another scipy adds up otherwise
     assert after == before

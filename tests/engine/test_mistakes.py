@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dpspan.app.cli import app
 from dpspan.app.config import Config
-from dpspan.app.run.run_inputs import make_parts
+from dpspan.app.run.from_config import make_parts
 
 NAMES = ("a", "b", "c", "label")
 SCALING = {"mean": [10.0, 20.0, 30.0], "std": [2.0, 3.0, 4.0]}
@@ -212,7 +212,7 @@ class Extra(nn.Module):
         ("one", "Expected the model to give 2 numbers for a sample, one for each of data.classes"),
         ("wrong", "The model cannot take samples of shape (3,)"),
         ("norm", "in a configuration `fix: true` below `model`"),
-        ("frozen", "got one whose parameters are all frozen"),
+        ("frozen", "parameters are all frozen"),
         ("Extra", "its get_extra_state puts into state_dict"),
     ],
 )

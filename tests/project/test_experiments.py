@@ -25,7 +25,7 @@ from experiments.samples import Choice, samples_of
 from experiments.schema import TrainingExperiment
 from experiments.sweep import all_cells, reported, searched, sweep
 
-from dpspan.app.config.yaml_file import ConfigError, parse
+from dpspan.app.section import ConfigError, parse
 from dpspan.mechanisms.gep import GEPMechanism
 
 ROOT = Path(__file__).parents[2]

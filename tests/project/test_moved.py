@@ -135,9 +135,9 @@ def test_every_new_path_exists() -> None:
 def test_a_module_below_a_package_that_moved_may_have_a_name_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(MOVED, "dpspan.run.parts", "dpspan.app.run.run_inputs")
+    monkeypatch.setitem(MOVED, "dpspan.run.parts", "dpspan.app.run.from_config")
     for name in ("dpspan.run", "dpspan.run.parts"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.warns(DeprecationWarning, match=r"moved to dpspan\.app\.run\.run_inputs"):
+    with pytest.warns(DeprecationWarning, match=r"moved to dpspan\.app\.run\.from_config"):
         old = importlib.import_module("dpspan.run.parts")
-    assert old.make_parts is importlib.import_module("dpspan.app.run.run_inputs").make_parts
+    assert old.make_parts is importlib.import_module("dpspan.app.run.from_config").make_parts

@@ -14,9 +14,9 @@ import yaml
 from typer.testing import CliRunner
 
 from dpspan.app.cli.app import app
-from dpspan.app.config.models import PatchesSection
+from dpspan.app.config.sections import PatchesSection
 from dpspan.app.run import Progress, RunFolder, train
-from dpspan.app.run.run_inputs import make_parts
+from dpspan.app.run.from_config import make_parts
 from dpspan.public.patches import PatchFeatures
 from helpers.digits import config, settings, write_npz
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import line_blocks
-from dpspan.gradients.layers.terms import Rows, Stack, Term, kept
+from dpspan.gradients.layers.terms import Rows, Stack, Term, joined, kept
 from dpspan.gradients.numerics import (
     Arithmetic,
     ieee,
@@ -98,7 +98,7 @@ class Residual:
             return {}
         shares = (self.shares * (self.anchors.scale / self.gradients.scale)).to(like)
         return {
-            names: torch.cat(
+            names: joined(
                 [
                     minus_product(left, shares, right)
                     for left, right in line_blocks(self._own(names).term, pack.term, pack.shape)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpspan.gradients.layers.pairs import inner, line_blocks
-from dpspan.gradients.layers.terms import Rows
+from dpspan.gradients.layers.terms import Rows, joined
 from dpspan.gradients.numerics import Arithmetic, ieee, plain_arithmetic, product
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.subspaces.residual import Names, Residual
@@ -150,7 +150,7 @@ class Subspace:
         for name, term in self.gradients.terms.items():
             shape = self.gradients.shapes[name]
             parts = [product(c, lines) for lines, _ in line_blocks(term, term, shape)]
-            rows[name] = [Rows(torch.cat(parts, dim=1).view(len(c), *shape))]
+            rows[name] = [Rows(joined(parts, dim=1).view(len(c), *shape))]
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
         basis = PerSampleGradients(shapes, rows, len(c), like=like)

@@ -20,7 +20,9 @@ _ROOMS = {
     "dpspan.support": ["errors"],
 }
 MOVED = {f"dpspan.{name}": f"{room}.{name}" for room, names in _ROOMS.items() for name in names} | {
+    "dpspan.advice.advise": "dpspan.app.advice",
     "dpspan.anchors": "dpspan.subspaces.sources",
+    "dpspan.comparison.compare": "dpspan.app.comparison",
     "dpspan.convex.linear_regression": "dpspan.convex.estimators",
     "dpspan.convex.linear_svc": "dpspan.convex.estimators",
     "dpspan.convex.logistic_regression": "dpspan.convex.estimators",

@@ -5,14 +5,9 @@ import os
 import sys
 
 from dpspan.app.cli import account as account
-from dpspan.app.cli import advise as advise
-from dpspan.app.cli import audit as audit
-from dpspan.app.cli import choose as choose
-from dpspan.app.cli import compare as compare
-from dpspan.app.cli import demo as demo
+from dpspan.app.cli import comparing as comparing
 from dpspan.app.cli import init as init
-from dpspan.app.cli import report as report
-from dpspan.app.cli import train as train
+from dpspan.app.cli import runs as runs
 from dpspan.app.cli.app import app as app
 
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dpspan
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
-from dpspan.app.cli.app import Json, Quiet, app, out, print_json
+from dpspan.app.cli.app import Json, Quiet, answer, app
 from dpspan.support.checks import check_count, expect
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dpspan.app.cli.prices import Row
-
+    from dpspan.accounting.epsilon import Spending
 
 _MAY = "; may be repeated."
+_MOST_EPOCHS = 10**6
 
 
 @app.command(name="account")
@@ -43,6 +44,7 @@ def account_command(
     """
     check_promised_delta("--delta", delta)
     rates = _rates(records, batch_size, sample_rate)
+    given: dict[str, list[Any] | None]
     given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
     missing = [name for name, values in given.items() if not values]
     if len(missing) != 1:
@@ -50,19 +52,16 @@ def account_command(
             "Expected two of --epsilon, --noise-multiplier and --epochs; the third is computed."
         )
     from dpspan.accounting.epsilon import check_accountant
-    from dpspan.app.cli.prices import SOLVERS
 
     check_accountant(accountant)
-    known = [values for values in given.values() if values]
+    settings = itertools.product(rates, *(values or [None] for values in given.values()))
     rows = [
-        SOLVERS[missing[0]](*setting, delta, accountant)
-        for setting in itertools.product(rates, *known)
+        {**_row(*setting, delta=delta, accountant=accountant), "solved_for": missing[0]}
+        for setting in settings
     ]
-    warn_of_weaknesses(max(row.epsilon for row in rows), delta, records)
-    if as_json:
-        print_json({"adjacency": "add or remove one record", "rows": [asdict(r) for r in rows]})
-    else:
-        out().print(_table(rows))
+    warn_of_weaknesses(max(row["epsilon"] for row in rows), delta, records)
+    document = {"adjacency": "add or remove one record", "rows": rows}
+    answer(document, _table(rows), as_json=as_json)
 
 
 def _rates(
@@ -78,19 +77,69 @@ def _rates(
     return [min(1.0, check_count("--batch-size", size) / records) for size in batch_sizes]
 
 
-def _table(rows: list[Row]) -> Table:
+def _row(
+    q: float,
+    epsilon: float | None,
+    z: float | None,
+    epochs: int | None,
+    *,
+    delta: float,
+    accountant: str,
+) -> dict[str, Any]:
+    """One setting; that of ε, noise multiplier and epochs which is None is computed."""
+    from dpspan.accounting.epsilon import account
+    from dpspan.accounting.events import step_event
+
+    an_epoch = max(1, round(1 / q))
+    if epochs is not None:
+        check_count("--epochs", epochs)
+    if z is None:
+        assert epsilon is not None
+        assert epochs is not None
+        z = dpspan.calibrate(epsilon, delta, q, epochs * an_epoch, accountant=accountant)
+    event = step_event(z, q)
+
+    def priced(epochs: int) -> Spending:
+        return account([(event, epochs * an_epoch)] if epochs else [], delta, accountant)
+
+    if epochs is None:
+        assert epsilon is not None
+        most = dpspan.Budget(epsilon=epsilon, delta=delta).epsilon
+        epochs = _largest(lambda epochs: priced(epochs).epsilon <= most)
+    spending = priced(epochs)
+    return {
+        "sample_rate": q,
+        "epochs": epochs,
+        "steps": epochs * an_epoch,
+        "noise_multiplier": z,
+        "epsilon": spending.epsilon,
+        "delta": delta,
+        "accountant": spending.accountant,
+    }
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    low, high = 0, 1
+    while high < _MOST_EPOCHS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     first = rows[0]
-    table = Table(
-        title=f"δ = {first.delta:g}, {first.accountant}, add or remove one record, Poisson batches"
-    )
+    settings = f"δ = {first['delta']:g}, {first['accountant']}"
+    table = Table(title=f"{settings}, add or remove one record, Poisson batches")
     for name in ("sample_rate", "epochs", "steps", "noise_multiplier", "epsilon"):
         heading = {"sample_rate": "q", "epsilon": "ε"}.get(name, name.replace("_", " "))
-        style = "bold" if name == first.solved_for else ""
+        style = "bold" if name == first["solved_for"] else ""
         table.add_column(heading, justify="right", style=style)
     for row in rows:
-        epsilon = "∞" if math.isinf(row.epsilon) else f"{row.epsilon:.4f}"
-        cells = (f"{row.sample_rate:.6g}", str(row.epochs), str(row.steps))
-        table.add_row(*cells, f"{row.noise_multiplier:.4f}", epsilon)
+        epsilon = "∞" if math.isinf(row["epsilon"]) else f"{row['epsilon']:.4f}"
+        cells = (f"{row['sample_rate']:.6g}", str(row["epochs"]), str(row["steps"]))
+        table.add_row(*cells, f"{row['noise_multiplier']:.4f}", epsilon)
     return table

@@ -119,18 +119,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def out() -> Console:
-    """Where results go, made anew: a test may have put another stream in its place."""
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """For results, or with `stderr` for everything else."""
     from rich.console import Console
 
-    return Console(file=sys.stdout)
-
-
-def err(*, quiet: bool = False) -> Console:
-    """Where everything else goes; nowhere, if it shall be quiet."""
-    from rich.console import Console
-
-    return Console(file=sys.stderr, quiet=quiet)
+    return Console(stderr=stderr, quiet=quiet)
 
 
 def check_exists(path: Path) -> None:
@@ -139,10 +132,18 @@ def check_exists(path: Path) -> None:
         raise FileNotFoundError(f"There is nothing at {path}.")
 
 
-def print_json(document: Mapping[str, Any] | list[Any]) -> None:
-    """Strict JSON: what is not finite is null."""
-    ascii_only = codecs.lookup(sys.stdout.encoding).name != "utf-8"
-    print(json.dumps(plain(document), indent=2, ensure_ascii=ascii_only, allow_nan=False))
+def answer(
+    document: Mapping[str, Any], *shown: Any, as_json: bool, quiet: bool = False, note: str = ""
+) -> None:
+    """The result on stdout, as strict JSON or for people; with a note for those on stderr."""
+    if as_json:
+        ascii_only = codecs.lookup(sys.stdout.encoding).name != "utf-8"
+        print(json.dumps(plain(document), indent=2, ensure_ascii=ascii_only, allow_nan=False))
+        return
+    for each in shown:
+        console().print(each, soft_wrap=isinstance(each, str))
+    if note and not quiet:
+        say(note)
 
 
 def _sentence(error: Exception) -> str:

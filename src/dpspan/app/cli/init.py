@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpspan.app.cli.app import Json, Quiet, app, check_exists, print_json, say
+from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
 from dpspan.support.checks import near
 
 _Keys = dict[str, Any]
@@ -59,26 +58,21 @@ def init(
         "folder": str(folder),
     }
     numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
-    text = _written({key: value and _flow(value) for key, value in facts.items()} | numbers)
+    from jinja2 import StrictUndefined, Template
+
     from dpspan.app.config import parse_config
 
+    source = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
+    kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
+    flow = {key: value and _flow(value) for key, value in facts.items()}
+    text = Template(source, undefined=StrictUndefined, **kept).render(flow | numbers)
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
-    if as_json:
-        print_json({"config": str(out)})
-    elif not quiet:
-        say(f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}")
-
-
-def _written(facts: _Keys) -> str:
-    from jinja2 import StrictUndefined, Template
-
-    text = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
-    kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
-    return str(Template(text, undefined=StrictUndefined, **kept).render(facts))
+    note = f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}"
+    answer({"config": str(out)}, as_json=as_json, quiet=quiet, note=note)
 
 
 def _flow(value: Any) -> str:
@@ -92,17 +86,32 @@ def _flow(value: Any) -> str:
 def _source(path: Path, label: str | None, part: str) -> _Keys:
     """The keys of a source, as far as names tell them."""
     check_exists(path)
-    for kind, (fits, describe) in _FORMATS.items():
-        if fits(path):
-            return {"format": kind, "path": str(path), **describe(path, label, part)}
-    raise ValueError(
-        f"Cannot tell the format of {path}. Known are {', '.join(_FORMATS)}: rename the file, or "
-        "write the configuration by hand."
-    )
+    keys: _Keys = {}
+    if path.suffix == ".npz":
+        kind, keys = "npz", _npz(path, label, part)
+    elif path.suffix == ".csv":
+        kind, keys = "csv", _columns(path, _csv_names(path), label)
+    elif path.suffix in (".parquet", ".pq"):
+        from dpspan.app.data import open_parquet
+
+        kind, keys = "parquet", _columns(path, open_parquet(path).schema_arrow.names, label)
+    elif "idx" in path.name or "ubyte" in path.name:
+        labels = str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
+        kind, keys = "idx", {"labels": label or labels}
+    elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        kind, keys = "datasets", _datasets(path, label, part)
+    elif path.is_dir():
+        kind = "images"
+    else:
+        raise ValueError(
+            f"Cannot tell the format of {path}. Known are npz, csv, parquet, idx, datasets, "
+            "images: rename the file, or write the configuration by hand."
+        )
+    return {"format": kind, "path": str(path), **keys}
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import array_names
+    from dpspan.app.data import array_names
 
     names = array_names(path)
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
@@ -115,8 +124,8 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
     return {"inputs": inputs, "labels": labels}
 
 
-def _csv(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import is_number, read_csv
+def _csv_names(path: Path) -> list[str]:
+    from dpspan.app.data import is_number, read_csv
 
     [(_, names)] = read_csv(path, most=1)
     measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
@@ -125,13 +134,7 @@ def _csv(path: Path, label: str | None, part: str) -> _Keys:
             f"The first line of {path} looks like a record: it holds broken numbers, or one value "
             "twice. Put a line with the names of the columns on top, each of its own."
         )
-    return _columns(path, names, label)
-
-
-def _parquet(path: Path, label: str | None, part: str) -> _Keys:
-    from dpspan.app.data.formats import open_parquet
-
-    return _columns(path, open_parquet(path).schema_arrow.names, label)
+    return names
 
 
 def _columns(path: Path, names: list[str], label: str | None) -> _Keys:
@@ -145,11 +148,6 @@ def _columns(path: Path, names: list[str], label: str | None) -> _Keys:
     return {"inputs": [name for name in names if name != chosen], "label": chosen}
 
 
-def _idx(path: Path, label: str | None, part: str) -> _Keys:
-    labels = str(path).replace("images-idx3", "labels-idx1").replace("images", "labels")
-    return {"labels": label or labels}
-
-
 def _datasets(path: Path, label: str | None, part: str) -> _Keys:
     listing = path / "dataset_dict.json"
     if not listing.exists():
@@ -159,17 +157,3 @@ def _datasets(path: Path, label: str | None, part: str) -> _Keys:
         return {"label": label or "label", "split": part if part in splits else splits[0]}
     except (ValueError, TypeError, LookupError):
         raise ValueError(f"{listing} does not list the splits of a dataset.") from None
-
-
-def _is_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
-
-
-_FORMATS: Mapping[str, tuple[Callable[[Path], bool], Callable[..., _Keys]]] = {
-    "npz": (lambda path: path.suffix == ".npz", _npz),
-    "csv": (lambda path: path.suffix == ".csv", _csv),
-    "parquet": (lambda path: path.suffix in (".parquet", ".pq"), _parquet),
-    "idx": (lambda path: "idx" in path.name or "ubyte" in path.name, _idx),
-    "datasets": (_is_dataset, _datasets),
-    "images": (Path.is_dir, lambda path, label, part: {}),
-}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import warnings
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from pydantic import TypeAdapter
+from rich.table import Column, Table
 from scipy import stats
 
 FORMAT = "dpspan.comparison.1"
@@ -28,6 +28,7 @@ class Result:
     epsilon: float
     value: float
     folder: str
+    status: str = "finished"
     diverged: str | None = None
 
 
@@ -44,17 +45,14 @@ class Row:
 
     @property
     def values(self) -> list[float]:
-        """What the runs reached."""
         return [result.value for result in self.results]
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
         return statistics.mean(self.values)
 
     @property
     def deviation(self) -> float | None:
-        """The sample standard deviation over the seeds; None for one."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
@@ -82,15 +80,7 @@ class Comparison:
 
     @property
     def unprivate(self) -> bool:
-        """Whether the values may not be published."""
         return self.metric.startswith("unprivate_")
-
-    def row(self, name: str) -> Row:
-        """The row of that name."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"Expected one of {[row.name for row in self.rows]}, got {name!r}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with means and deviations; values carry the metric's name."""
@@ -102,46 +92,33 @@ class Comparison:
             plain[f"{self.metric}_deviation"] = row.deviation
         return content
 
-    def to_json(self) -> str:
-        """`to_dict()` as a text."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
+        rows = [
+            {**row, "results": [{**r, "value": r[content["metric"]]} for r in row["results"]]}
+            for row in content["rows"]
+        ]
+        return TypeAdapter(cls).validate_python({**content, "rows": rows})
 
-        def made(kind: type, values: dict[str, Any], **others: Any) -> Any:
-            known = {field.name for field in fields(kind)}
-            return kind(**{key: values[key] for key in known & set(values)} | others)
-
-        rows = []
-        for row in content["rows"]:
-            each = [made(Result, r, value=r[content["metric"]]) for r in row["results"]]
-            rows.append(made(Row, row, results=tuple(each)))
-        comparison: Comparison = made(cls, content, rows=tuple(rows))
-        return comparison
-
-    def table(self) -> Table:
-        """For rich to print."""
+    def __rich__(self) -> Table:
         runs = max(len(row.results) for row in self.rows)
-        together = f"ε = {self.epsilon_together:.2f}"
-        whole = f"publishing every run, or the best of them, costs {together}"
-        notes = f"mean ± standard deviation; {whole}"
         price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
+        whole = "publishing every run, or the best of them, costs"
+        notes = f"mean ± standard deviation; {whole} ε = {self.epsilon_together:.2f}"
+        numbers = ("mean ± sd", "lowest … highest", "ε a run", "lr")
         shown = Table(
+            "training",
+            *(Column(heading, justify="right") for heading in numbers),
             title=f"{label(self.metric)}, {price}, {runs} runs each",
             caption=f"{notes}; {UNPRIVATE}" if self.unprivate else notes,
         )
-        shown.add_column("training")
-        for heading in ("mean ± sd", "lowest … highest", "ε a run", "lr"):
-            shown.add_column(heading, justify="right")
         for row in self.rows:
-            values, failed = row.values, sum(r.diverged is not None for r in row.results)
-            sd = row.deviation
+            values, sd = row.values, row.deviation
             shown.add_row(
-                row.name + (f" ({failed} diverged)" if failed else ""),
+                row.name + ended_early(result.status for result in row.results),
                 f"{100 * row.mean:.1f}" + ("" if sd is None else f" ± {100 * sd:.1f}"),
                 f"{min(values):.1%} … {max(values):.1%}",
                 f"{row.epsilon:.3f}" if row.private else "0",
@@ -149,17 +126,12 @@ class Comparison:
             )
         return shown
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.table()
-
     def plot(self, path: str | Path) -> Path:
         """Every run as a dot, the means as lines, as a picture."""
         figure = Figure(figsize=(7, 1.2 + 0.35 * len(self.rows)), layout="constrained")
-        FigureCanvasAgg(figure)
         axis = figure.subplots()
         for index, row in enumerate(self.rows):
-            warm = row.warm and row.private
-            colour = "#d55e00" if warm else "#0072b2" if row.private else "#777777"
+            colour = "#777777" if not row.private else "#d55e00" if row.warm else "#0072b2"
             axis.plot(row.values, [index] * len(row.values), "o", color=colour, alpha=0.7)
             axis.plot([row.mean], [index], "|", color=colour, markersize=16, markeredgewidth=2)
         axis.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
@@ -177,37 +149,45 @@ class Comparison:
 
 def label(metric: str) -> str:
     """The metric in words."""
-    return metric.removeprefix("unprivate_").replace("_", " ").capitalize()
+    return metric.replace("_", " ").capitalize()
+
+
+def ending(facts: Mapping[str, Any]) -> str:
+    """How the run with this `run.json` ended; 0.1 wrote down no status."""
+    return "diverged" if facts.get("diverged") else facts.get("status") or "finished"
+
+
+def ended_early(statuses: Iterable[str]) -> str:
+    """A mark behind the name of runs, if some of them took fewer steps than planned."""
+    counts = Counter(status for status in statuses if status != "finished")
+    said = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f" ({said})" if said else ""
 
 
 # Two rows count as different if Welch's test on their seeds gives p below this, divided by the
 # number of rows that the better one was picked from; with a few seeds only large differences pass.
-_LEVEL = 0.05
+LEVEL = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far one row is ahead of another, in points, and whether the seeds can tell."""
+def chance(test: Callable[..., Any], a: Sequence[float], b: Sequence[float], **how: Any) -> float:
+    """p by a test of scipy's; 1 if there is too little to test."""
+    if min(len(a), len(b)) < 2:
+        return 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # values that all agree
+        p = float(test(a, b, **how).pvalue)
+    return float(statistics.mean(a) == statistics.mean(b)) if math.isnan(p) else p
 
-    points: float
-    certain: bool
-    text: str  # one sentence
 
-
-def difference(first: Row, second: Row, *, picked_from: int = 1) -> Difference:
-    """The first row, the best of so many, against the second."""
-    a, b = first.values, second.values
-    points, certain = 100 * (first.mean - second.mean), False
-    if len(a) > 1 and len(b) > 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # rows whose seeds all agree
-            p = float(stats.ttest_ind(a, b, equal_var=False).pvalue)
-        certain = points != 0 if math.isnan(p) else p < _LEVEL / picked_from
+def difference(first: Row, second: Row, *, picked_from: int = 1) -> tuple[bool, str]:
+    """The first row, the best of so many, against the second: can the seeds tell, and in words."""
+    points = 100 * (first.mean - second.mean)
+    p = chance(stats.ttest_ind, first.values, second.values, equal_var=False)
     one, other, apart = f"“{first.name}”", f"“{second.name}”", f"{abs(points):.1f} points"
+    if p < LEVEL / picked_from:
+        return True, f"{one} {'beats' if points > 0 else 'is behind'} {other} by {apart}."
     text = f"{one} and {other} are {apart} apart, which so few seeds cannot tell from chance."
-    if certain:
-        text = f"{one} {'beats' if points > 0 else 'is behind'} {other} by {apart}."
-    return Difference(points=points, certain=certain, text=text)
+    return False, text
 
 
 def verdicts(comparison: Comparison) -> list[str]:
@@ -219,17 +199,17 @@ def verdicts(comparison: Comparison) -> list[str]:
     best = max(private, key=lambda row: row.mean)
     if free:
         alone = max(free, key=lambda row: row.mean)
-        gap = difference(best, alone, picked_from=len(private))
-        worth = "worth its ε" if gap.certain and gap.points > 0 else "not shown to be worth its ε"
-        sentences.append(f"Private training is {worth} here. {gap.text}")
+        certain, text = difference(best, alone, picked_from=len(private))
+        worth = "" if certain and best.mean > alone.mean else "not shown to be "
+        sentences.append(f"Private training is {worth}worth its ε here. {text}")
     plain = {row.warm: row for row in reversed(private) if row.method == "DPSGD"}
     for warm, start in ((False, "From scratch"), (True, "After a warm start")):
         others = [row for row in private if row.warm == warm and row.method != "DPSGD"]
         if warm in plain and others:
             top = max(others, key=lambda row: row.mean)
-            gap = difference(top, plain[warm], picked_from=len(others))
-            sentences.append(f"{start}, the best other method against DP-SGD: {gap.text}")
+            _, text = difference(top, plain[warm], picked_from=len(others))
+            sentences.append(f"{start}, the best other method against DP-SGD: {text}")
     if len(plain) == 2:
-        gap = difference(plain[True], plain[False])
-        sentences.append(f"What public labels give for nothing: {gap.text}")
+        _, text = difference(plain[True], plain[False])
+        sentences.append(f"What public labels give for nothing: {text}")
     return sentences

@@ -12,13 +12,17 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpspan.accounting.promises import LARGEST_DELTA
-from dpspan.app.config.methods import AnyMethod
-from dpspan.app.config.models import AnyModel, PatchesSection
-from dpspan.app.config.training import AnyTrainable, TrainingSection, WarmStartSection
-from dpspan.app.config.yaml_file import ConfigError as ConfigError
-from dpspan.app.config.yaml_file import parse, read_text
+from dpspan.app.config.sections import (
+    AnyMethod,
+    AnyModel,
+    AnyTrainable,
+    PatchesSection,
+    TrainingSection,
+    WarmStartSection,
+)
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
-from dpspan.app.section import Count, File, Positive, Section, Texts
+from dpspan.app.section import ConfigError as ConfigError
+from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text
 
 AnySource = Annotated[
     Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
@@ -65,9 +69,7 @@ class BudgetSection(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise PydanticCustomError(
-                "one_of", "Expected epsilon or noise_multiplier, and not both."
-            )
+            _refuse("", "Expected epsilon or noise_multiplier, and not both.")
         return self
 
 
@@ -109,7 +111,7 @@ class Config(Section):
     output: OutputSection
 
     @model_validator(mode="after")
-    def _names_exist(self) -> Self:
+    def _public_data_is_known(self) -> Self:
         users = {"method": self.method, "warm_start": self.warm_start, "features": self.features}
         known = ", ".join(self.data.public) or "none"
         for section, user in users.items():
@@ -119,10 +121,6 @@ class Config(Section):
                     f"{section}.public",
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _public_data_is_known(self) -> Self:
         method, name = self.method, getattr(self.method, "public", None)
         if not method.needs_public and self.choose is not None:
             _refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
@@ -142,11 +140,8 @@ class Config(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""
-        plain: dict[str, Any] = self.model_dump(
-            mode="json",
-            exclude={"output": True, "training": {"device": True, "physical_batch_size": True}},
-        )
-        return plain
+        where = {"device": True, "physical_batch_size": True}
+        return self.model_dump(mode="json", exclude={"output": True, "training": where})
 
 
 def _refuse(at: str, message: str) -> None:

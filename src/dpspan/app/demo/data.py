@@ -7,9 +7,8 @@ a 32 × 32 bitmap; everything else is brought to pixels in the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -29,8 +28,7 @@ OTHERS = ("DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif", "STIXGeneral",
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Digits:
+class Digits(NamedTuple):
     """Handwritten digits in three parts that share no record."""
 
     private: TensorDataset
@@ -41,16 +39,10 @@ class Digits:
 def handwritten(*, opt_in: int, test: int) -> Digits:
     """scikit-learn's 1,797 digits, split once and for all."""
     x, y = load_digits(return_X_y=True)
-    pixels, labels = _pixels(x.reshape(-1, 1, SIDE, SIDE)), torch.tensor(y)
-    rest = train_test_split(pixels, labels, test_size=test, random_state=0, stratify=y)
-    x_rest, x_test, y_rest, y_test = rest
-    parts = train_test_split(x_rest, y_rest, test_size=opt_in, random_state=0, stratify=y_rest)
-    x_private, x_public, y_private, y_public = parts
-    return Digits(
-        private=TensorDataset(x_private, y_private),
-        opt_in=TensorDataset(x_public, y_public),
-        test=TensorDataset(x_test, y_test),
-    )
+    every = TensorDataset(_pixels(x.reshape(-1, 1, SIDE, SIDE)), torch.tensor(y))
+    rest, tested = train_test_split(range(len(y)), test_size=test, random_state=0, stratify=y)
+    private, public = train_test_split(rest, test_size=opt_in, random_state=0, stratify=y[rest])
+    return Digits(*(TensorDataset(*every[part]) for part in (private, public, tested)))
 
 
 def rendered(
@@ -70,8 +62,7 @@ def photographs(count: int, *, seed: int) -> Tensor:
     patches = []
     for index in range(count):
         photo = photos[index % 2]
-        top = draw.integers(photo.shape[0] - side)
-        left = draw.integers(photo.shape[1] - side)
+        top, left = (draw.integers(size - side) for size in photo.shape)
         patches.append(photo[top : top + side, left : left + side])
     return _pixels(_ink(np.stack(patches)))
 

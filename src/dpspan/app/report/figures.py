@@ -1,98 +1,73 @@
-"""The pictures of a report, as SVG that takes its text colour from the page."""
+"""The pictures of a report, as SVG that takes its text colour from the page; words are there."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 from markupsafe import Markup
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
-from dpspan.app.report.reading import UNPRIVATE, Run
+from dpspan.app.comparison.results import label
+from dpspan.app.report.reading import Found, Run
 
 Groups = Mapping[str, Sequence[Run]]
-Curve = list[tuple[float, float]]
-Picture = dict[str, Any]  # the drawing, and the words that go with it as text of the page
+Picture = dict[str, Any]  # the drawing, and its legend as text of the page
 
-_INK = "#010203"  # replaced by the colour of the page's text
+_INK = "#010203"  # of report.mplstyle; replaced by the colour of the page's text
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a2e", "#7f7f7f")
 _DASHES = {"--": "5 3", ":": "2 2"}
 _LONGEST = 26  # letters of a name beside an axis
 _NARROWEST = 0.1  # of an axis with accuracies
-_INKED = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
-_STYLE: Any = {
-    **dict.fromkeys((*_INKED, "grid.color"), _INK),
-    "svg.fonttype": "path",  # outlines: a page's own font would not fit the layout
-    "svg.hashsalt": "dpspan",
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.alpha": 0.15,
-    "axes.grid": True,
-}
 
 
-def accuracy_by_epsilon(groups: Groups, key: str) -> Picture | None:
-    """What each kind of run had reached when it had spent so much."""
-    said = [_measured(key)]
-    if any(len(runs) > 1 for runs in groups.values()):
-        said.append("Means over seeds.")
-    if any(not runs[0].private_steps for runs in groups.values()):
-        said.append("A dotted line spends no ε: public data only.")
-    if any(runs[0].warm for runs in groups.values()):
-        said.append("Dashed lines begin with a warm start on public labels.")
-    curves = {name: mean_curve(runs, "epsilon", key) for name, runs in groups.items()}
-    title = f"{label(key)} against ε spent"
-    return _curves(groups, curves, "ε spent so far", key, ("accuracy", title, " ".join(said)))
-
-
-def training_curve(groups: Groups, key: str) -> Picture | None:
-    """A loss on test records that are public, epoch by epoch."""
+@matplotlib.rc_context(fname=Path(__file__).with_name("report.mplstyle"))
+def pictures(
+    found: Found, metric: str | None, loss: str | None, values: Mapping[str, list[float]]
+) -> dict[str, Picture]:
+    """All that there is something to draw for, by name; `values` are what each group reached."""
+    groups = found.groups
     private = {name: runs for name, runs in groups.items() if runs[0].private_steps}
-    curves = {name: mean_curve(runs, "epoch", key) for name, runs in private.items()}
-    words = ("training", f"{label(key)} in training", _measured(key))
-    return _curves(groups, curves, "epoch", key, words)
+    several = len(found.runs) > 1 and any(values.values())
+    axes = {
+        "accuracy": _curves(groups, groups, "epsilon", metric) if metric else None,
+        "runs": _every_run(values, metric) if metric and several else None,
+        "training": _curves(groups, private, "epoch", loss) if loss else None,
+        "gsd": _nearness(found.candidates["rows"]) if found.candidates else None,
+        "spectrum": _spectrum(groups),
+        "noise": _noise_parts(private),
+    }
+    return {name: _picture(name, axis) for name, axis in axes.items() if axis is not None}
 
 
-def _measured(key: str) -> str:
-    if key.startswith(UNPRIVATE):
-        return "NOT PRIVATE: measured on test records that nobody declared public."
-    return "On test records that were declared public, by models that were released: at no cost."
-
-
-def _curves(
-    groups: Groups, curves: Mapping[str, Curve], x: str, key: str, words: tuple[str, str, str]
-) -> Picture | None:
-    """A line for each curve; None if none has more than a point."""
+def _curves(groups: Groups, drawn: Groups, x: str, y: str) -> Any:
+    """A line for each group that is drawn; None if none has more than a point."""
+    curves = {name: _mean_curve(runs, x, y) for name, runs in drawn.items()}
     if not any(len(curve) > 1 for curve in curves.values()):
         return None
-
-    def drawn(axis: Any) -> None:
-        for group, curve in curves.items():
-            if curve and not groups[group][0].private_steps:
-                axis.axhline(curve[-1][1], color=_INK, linestyle=":", label=group)
-            elif curve:
-                axis.plot(*zip(*curve, strict=True), **_look(group, groups), label=group)
-        axis.set_xlabel(x)
-        axis.set_ylabel(label(key))
-        _in_percent(axis.yaxis, key)
-        if x == "epoch":
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    return _picture(*words, drawn)
+    axis = _axis()
+    for name, curve in curves.items():
+        if curve and not groups[name][0].private_steps:
+            axis.axhline(curve[-1][1], color=_INK, linestyle=":", label=name)
+        elif curve:
+            axis.plot(*zip(*curve, strict=True), **_look(name, groups), label=name)
+    axis.set_ylabel(label(y))
+    _in_percent(axis.yaxis, y)
+    axis.set_xlabel({"epsilon": "ε spent so far"}.get(x, x))
+    if x == "epoch":
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return axis
 
 
-def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
+def _mean_curve(runs: Sequence[Run], x: str, y: str) -> list[tuple[float, float]]:
     """The mean over runs at each point that all of them have."""
     curves = [[(float(line[x]), value) for line, value in run.curve(y)] for run in runs]
     return [
@@ -101,24 +76,22 @@ def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
     ]
 
 
-def every_run(rows: Sequence[tuple[str, list[float]]], key: str) -> Picture:
+def _every_run(values: Mapping[str, list[float]], key: str) -> Any:
     """Each run as a dot."""
-
-    def drawn(axis: Any) -> None:
-        for index, (_, values) in enumerate(rows):
-            colour = _COLOURS[0]
-            axis.plot(values, [index] * len(values), "o", color=colour, alpha=0.6, markersize=5)
-            axis.plot([statistics.mean(values)], [index], "|", color=colour, markersize=14, mew=2)
-        _name_rows(axis, [name for name, _ in rows])
-        axis.set_xlabel(label(key))
-        _in_percent(axis.xaxis, key)
-
-    caption = "A dot is one run, a bar the mean."
-    return _picture("runs", "Every run", caption, drawn, height=1 + 0.3 * len(rows))
+    rows = {name: reached for name, reached in values.items() if reached}
+    axis = _axis(height=1 + 0.3 * len(rows))
+    for index, reached in enumerate(rows.values()):
+        colour = _COLOURS[0]
+        axis.plot(reached, [index] * len(reached), "o", color=colour, alpha=0.6, markersize=5)
+        axis.plot([statistics.mean(reached)], [index], "|", color=colour, markersize=14, mew=2)
+    _name_rows(axis, rows)
+    axis.set_xlabel(label(key))
+    _in_percent(axis.xaxis, key)
+    return axis
 
 
-def spectrum(groups: Groups) -> Picture | None:
-    """How much of the public gradients lies in how many directions."""
+def _spectrum(groups: Groups) -> Any:
+    """How much of the public gradients lies in how many directions, near the end of training."""
     noted = {
         name: [note for note in runs[0].diagnostics if note.get("eigenvalues")]
         for name, runs in groups.items()
@@ -126,102 +99,59 @@ def spectrum(groups: Groups) -> Picture | None:
     last = {name: notes[-1] for name, notes in noted.items() if notes}
     if not last:
         return None
-
-    def drawn(axis: Any) -> None:
-        for name, note in last.items():
-            values = sorted(itertools.chain(*note["eigenvalues"]), reverse=True)
-            total = sum(values) or 1.0
-            shares = [share / total for share in itertools.accumulate(values)]
-            axis.plot(range(1, len(shares) + 1), shares, **_look(name, groups), label=name)
-        for rank in {sum(note["rank"]) for note in last.values()}:
-            axis.axvline(rank, color=_INK, alpha=0.4, linewidth=1)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-        axis.set_ylim(0, 1.02)
-        axis.set_xlabel("directions")
-        axis.set_ylabel("share of the public gradients")
-
-    caption = (
-        "The steeper, the fewer directions hold the gradients, here near the end of training. The "
-        "upright line is the rank that was used. From public data and released weights."
-    )
-    return _picture("spectrum", "Spectrum of the public gradients", caption, drawn)
+    axis = _axis()
+    for name, note in last.items():
+        values = sorted(itertools.chain(*note["eigenvalues"]), reverse=True)
+        total = sum(values) or 1.0
+        shares = [share / total for share in itertools.accumulate(values)]
+        axis.plot(range(1, len(shares) + 1), shares, **_look(name, groups), label=name)
+    for rank in {sum(note["rank"]) for note in last.values()}:
+        axis.axvline(rank, color=_INK, alpha=0.4, linewidth=1)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+    axis.set_ylim(0, 1.02)
+    axis.set_xlabel("directions")
+    axis.set_ylabel("share of the public gradients")
+    return axis
 
 
-def noise_parts(groups: Groups) -> Picture | None:
+def _noise_parts(groups: Groups) -> Any:
     """The length of the noise in one step, part by part."""
-    noises = {name: noise_of(runs[0]) for name, runs in groups.items() if runs[0].private_steps}
-    parts = {name: lengths for name, lengths in noises.items() if lengths}
+    parts = {name: runs[0].noise for name, runs in groups.items() if runs[0].noise}
     if sum(map(len, parts.values())) < 2:  # one bar says nothing
         return None
-    kinds = list(dict.fromkeys(kind for lengths in parts.values() for kind in lengths))
-    unknown = [name for name in noises if name not in parts]
-    missing = f" Not noted, and so without a bar: {', '.join(unknown)}." if unknown else ""
-
-    def drawn(axis: Any) -> None:
-        high = 0.8 / max(map(len, parts.values()))
-        for number, kind in enumerate(kinds):
-            bars = {
-                row + (list(lengths).index(kind) - (len(lengths) - 1) / 2) * high: lengths[kind]
-                for row, lengths in enumerate(parts.values())
-                if kind in lengths
-            }
-            _bars(axis, bars, kind, number, height=high, digits=0)
-        _name_rows(axis, parts)
-        axis.margins(x=0.15)
-        axis.set_xlabel("length of the noise in one step")
-
-    caption = (
-        "Added at each step to a sum of gradients, none of them longer than its clip. A smaller "
-        f"bar is not yet a better method: what lies outside a subspace may be lost.{missing}"
-    )
-    return _picture("noise", "Noise, part by part", caption, drawn, height=0.9 + 0.42 * len(parts))
+    axis = _bars(parts, height=0.9 + 0.42 * len(parts), digits=0)
+    axis.margins(x=0.15)
+    axis.set_xlabel("length of the noise in one step")
+    return axis
 
 
-def noise_of(run: Run) -> dict[str, float]:
-    """√ of the expected noise energy of a step, from the method's notes or from its settings."""
-    noted = [note["noise_energy"] for note in run.diagnostics if note.get("noise_energy")]
-    if noted:
-        return {f"{kind} noise": math.sqrt(energy) for kind, energy in noted[-1].items()}
-    training = run.certificate["training"]
-    if training.get("method") != "DPSGD":
-        return {}
-    p, z = training["trainable_parameters"], training["noise_multiplier"]
-    return {"gradient noise": math.sqrt(p) * z * training["clip"]}
+def _nearness(rows: Sequence[Mapping[str, Any]]) -> Any:
+    shown = {"gsd": "GSD (smaller is closer)", "captured_energy": "captured energy"}
+    near = {row["name"]: {text: row[key] for key, text in shown.items()} for row in rows}
+    axis = _bars(near, height=0.8 + 0.5 * len(rows), digits=2)
+    axis.set_xlim(0, 1.1)
+    return axis
 
 
-def nearness(candidates: Mapping[str, Any]) -> Picture:
-    """GSD and captured energy of the candidates."""
-    rows = candidates["rows"]
-
-    def drawn(axis: Any) -> None:
-        shown = (("gsd", "GSD (smaller is closer)", 0), ("captured_energy", "captured energy", 2))
-        for shift, (key, name, colour) in zip((-0.2, 0.2), shown, strict=True):
-            bars = {index + shift: row[key] for index, row in enumerate(rows)}
-            _bars(axis, bars, name, colour, height=0.38, digits=2)
-        _name_rows(axis, [row["name"] for row in rows])
-        axis.set_xlim(0, 1.1)
-
-    title = "How close the public candidates are"
-    caption = (
-        f"Compared with {candidates['stand_in']}, which are public: nothing was asked of private "
-        "records here."
-    )
-    return _picture("gsd", title, caption, drawn, height=0.8 + 0.5 * len(rows))
-
-
-def _bars(
-    axis: Any, bars: Mapping[float, float], name: str, colour: int, *, height: float, digits: int
-) -> None:
-    """Horizontal bars at their places, each with its value."""
-    paint = _COLOURS[colour % len(_COLOURS)]
-    drawn = axis.barh(list(bars), list(bars.values()), height, color=paint, label=name)
-    texts = [f"{value:.{digits}f}" for value in bars.values()]
-    axis.bar_label(drawn, texts, padding=2, fontsize=8)
+def _bars(rows: Mapping[str, Mapping[str, float]], *, height: float, digits: int) -> Any:
+    """Horizontal bars with their values, in each row one for each kind that it has."""
+    axis, high = _axis(height), 0.8 / max(map(len, rows.values()))
+    for number, kind in enumerate(dict.fromkeys(itertools.chain(*rows.values()))):
+        bars = {
+            row + (list(values).index(kind) - (len(values) - 1) / 2) * high: values[kind]
+            for row, values in enumerate(rows.values())
+            if kind in values
+        }
+        colour = _COLOURS[number % len(_COLOURS)]
+        drawn = axis.barh(list(bars), list(bars.values()), high, color=colour, label=kind)
+        axis.bar_label(drawn, fmt=f"%.{digits}f", padding=2, fontsize=8)
     axis.grid(axis="y", visible=False)
+    _name_rows(axis, rows)
+    return axis
 
 
-def _name_rows(axis: Any, names: Mapping[str, object] | Sequence[str]) -> None:
+def _name_rows(axis: Any, names: Iterable[str]) -> None:
     short = [n if len(n) <= _LONGEST else n[: _LONGEST - 1] + "…" for n in names]
     axis.set_yticks(range(len(short)), short)
     axis.invert_yaxis()
@@ -243,11 +173,6 @@ def _look(name: str, groups: Groups) -> dict[str, str]:
     return {"color": colour, "linestyle": "--" if run.warm else "-"}
 
 
-def label(key: str) -> str:
-    """A metric in words."""
-    return key.replace("_", " ").capitalize()
-
-
 def _legend(axis: Any) -> list[dict[str, str]]:
     """What matplotlib would put into a legend: text, colour, and dashes in the way of SVG."""
     found = []
@@ -260,23 +185,18 @@ def _legend(axis: Any) -> list[dict[str, str]]:
     return found if len(found) > 1 else []
 
 
-def _picture(
-    name: str, title: str, caption: str, drawn: Callable[[Any], None], *, height: float = 2.9
-) -> Picture:
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.5, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        axis = figure.subplots()
-        drawn(axis)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = _inline(buffer.getvalue(), name, title)
-    words = {"name": name, "title": title, "caption": caption, "legend": _legend(axis)}
-    return {**words, "svg": svg}
+def _axis(height: float = 2.9) -> Any:
+    return Figure(figsize=(4.5, height), layout="constrained").subplots()
 
 
-def _inline(text: str, name: str, title: str) -> Markup:
-    """An SVG for the middle of a page: names of its own, the page's ink, a label for readers.
+def _picture(name: str, axis: Any) -> Picture:
+    buffer = io.StringIO()
+    axis.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return {"svg": _inline(buffer.getvalue(), name), "legend": _legend(axis)}
+
+
+def _inline(text: str, name: str) -> Markup:
+    """An SVG for the middle of a page: names of its own, the page's ink and heading.
 
     It has no fixed size: the page decides.
     """
@@ -287,5 +207,5 @@ def _inline(text: str, name: str, title: str) -> Markup:
     text = text.replace(_INK, "currentColor")
     opening, rest = text.split(">", 1)
     opening = re.sub(r'\b(width|height)="[^"]*"\s?', "", opening)
-    label = Markup('role="img" aria-label="{}"').format(title)
-    return Markup(f"{opening.replace('<svg ', f'<svg {label} ', 1)}>{rest}")
+    labelled = f'<svg role="img" aria-labelledby="title-{name}" '
+    return Markup(f"{opening.replace('<svg ', labelled, 1)}>{rest}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpspan.accounting.certificate import FORMAT, VERSION
-from dpspan.app.report.total import Total, is_comparison, total
+from dpspan.accounting.epsilon import account
+from dpspan.accounting.releases import added, releases_from_json, united
+from dpspan.app.comparison.results import ending
+from dpspan.app.run.folder import RunFolder, read_json, read_lines
 
 UNPRIVATE = "unprivate_"
+TOGETHER = "a comparison"  # the method of a certificate of several runs, which was all in 0.1
+Documents = Mapping[Path, Mapping[str, Any]]  # by their folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,7 @@ class Run:
     method: str  # what runs from scratch and after a warm start have in common
     warm: bool  # whether private steps came after a warm start
     seed: int | None
+    status: str
     certificate: dict[str, Any]
     metrics: list[dict[str, Any]]
     diagnostics: list[dict[str, Any]]
@@ -31,7 +37,6 @@ class Run:
 
     @property
     def epsilon(self) -> float:
-        """What it spent."""
         return float(self.certificate["epsilon"])
 
     @property
@@ -41,12 +46,38 @@ class Run:
 
     @property
     def not_private_because(self) -> list[str]:
-        """Why there is no guarantee; nothing where there is one."""
         return [] if self.certificate["private"] else self.certificate["not_private_because"]
+
+    @property
+    def unprivate(self) -> dict[str, Any]:
+        """The last value of everything that is not private, and what an audit found."""
+        last = {**(self.metrics[-1] if self.metrics else {}), **self.audit}
+        return {key: value for key, value in last.items() if key.startswith(UNPRIVATE)}
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """√ of the expected noise energy of a step, from the method's notes or its settings."""
+        noted = [note["noise_energy"] for note in self.diagnostics if note.get("noise_energy")]
+        if noted:
+            return {f"{kind} noise": math.sqrt(energy) for kind, energy in noted[-1].items()}
+        training = self.certificate["training"]
+        if training.get("method") != "DPSGD":
+            return {}
+        p, z = training["trainable_parameters"], training["noise_multiplier"]
+        return {"gradient noise": math.sqrt(p) * z * training["clip"]}
 
     def curve(self, key: str) -> list[tuple[dict[str, Any], float]]:
         """The lines that have this metric, with its value."""
         return [(line, line[key]) for line in self.metrics if line.get(key) is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """ε at δ of everything; `unfinished` counts folders with releases but without a certificate."""
+
+    epsilon: float
+    delta: float
+    unfinished: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +101,12 @@ class Found:
 
 def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
     """Read every run in the folders and below; ValueError with the path if something is amiss."""
+
+    def shown(value: Any) -> Any:
+        return value if include_unprivate else without_unprivate(value)
+
     runs: list[Run] = []
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = dict.fromkeys(("comparison", "candidates", "choice"))
     certificates: dict[Path, dict[str, Any]] = {}
     ledgers: dict[Path, dict[str, Any]] = {}
     for folder in folders:
@@ -88,22 +123,17 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
                 continue
             certificate = certificates[path.resolve()] = _certificate(path / "certificate.json")
             if not is_comparison(certificate) and not path.name.startswith("."):
-                runs.append(_run(path, certificate, include_unprivate))
+                runs.append(_run(RunFolder(path), certificate, shown))
         for file in folder.rglob("ledger.json"):
             ledgers[file.parent.resolve()] = _ledger(file)
-        for name in ("comparison", "candidates", "choice"):
-            if name not in extras and (folder / f"{name}.json").exists():
-                extras[name] = _json(folder / f"{name}.json", include_unprivate)
-    comparison = extras.get("comparison")
-    order = [row["name"] for row in comparison["rows"]] if comparison else []
+        for name, known in extras.items():
+            if known is None and (folder / f"{name}.json").exists():
+                extras[name] = shown(read_json(folder / f"{name}.json"))
+    order = [row["name"] for row in (extras["comparison"] or {"rows": []})["rows"]]
     runs.sort(key=lambda run: order.index(run.name) if run.name in order else len(order))
-    return Found(
-        runs=runs,
-        together=total(certificates, ledgers),
-        comparison=comparison if len(folders) == 1 else None,
-        candidates=extras.get("candidates"),
-        choice=extras.get("choice"),
-    )
+    if len(folders) > 1:  # it is about some of the runs only
+        extras["comparison"] = None
+    return Found(runs=runs, together=total(certificates, ledgers), **extras)
 
 
 def without_unprivate(value: Any) -> Any:
@@ -117,28 +147,29 @@ def without_unprivate(value: Any) -> Any:
     return [without_unprivate(item) for item in value] if isinstance(value, list) else value
 
 
-def _run(path: Path, certificate: dict[str, Any], include_unprivate: bool) -> Run:
-    about = _json(path / "run.json")["settings"] if (path / "run.json").exists() else {}
-    name = about.get("name", path.resolve().name)
+def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], Any]) -> Run:
+    facts = read_json(folder.run) if folder.run.exists() else {}
+    about = facts.get("settings", {})
+    name = about.get("name", folder.path.resolve().name)
     text = json.dumps(about or certificate["training"], indent=2, ensure_ascii=False)
-    if (path / "config.yaml").exists():
-        text = (path / "config.yaml").read_text(encoding="utf-8")
-    audited = include_unprivate and (path / "audit.json").exists()
+    if folder.config.exists():
+        text = folder.config.read_text(encoding="utf-8")
     return Run(
         name=name,
         method=json.dumps(about.get("method", name)),
         warm=bool(certificate["events"] and about.get("warm_start")),
         seed=about.get("seed"),
+        status=ending(facts),
         certificate=certificate,
-        metrics=_lines(path / "metrics.jsonl", include_unprivate),
-        diagnostics=_lines(path / "diagnostics.jsonl", include_unprivate),
+        metrics=shown(_lines(folder.metrics)),
+        diagnostics=shown(_lines(folder.diagnostics)),
         settings=text,
-        audit=_json(path / "audit.json") if audited else {},
+        audit=shown(read_json(folder.audit)) if folder.audit.exists() else {},
     )
 
 
 def _certificate(path: Path) -> dict[str, Any]:
-    content = _json(path)
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"Expected a certificate of dpspan in {path}, got something else.")
     if content.get("version") != VERSION:
@@ -150,28 +181,69 @@ def _certificate(path: Path) -> dict[str, Any]:
 
 
 def _ledger(path: Path) -> dict[str, Any]:
-    content = _json(path)
+    content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("events"), list):
         raise ValueError(f"Expected the ledger of a run in {path}, got something else.")
     return content
 
 
-def _json(path: Path, include_unprivate: bool = True) -> Any:
-    return _parsed(path, path.read_bytes(), include_unprivate)
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Lines of JSON; only the last one may be unfinished, by a run that was killed."""
+    lines = read_lines(path)
+    if path.exists() and len(lines) < len(path.read_bytes().splitlines()) - 1:
+        raise ValueError(f"{path} is damaged: a line is not JSON. Restore it from a copy.")
+    return lines
 
 
-def _lines(path: Path, include_unprivate: bool) -> list[Any]:
-    """Lines of JSON, without a last one that a killed run left unfinished."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    parsed = [_parsed(path, line, include_unprivate) for line in lines[:-1]]
-    with contextlib.suppress(ValueError):
-        parsed += [_parsed(path, line, include_unprivate) for line in lines[-1:]]
-    return parsed
+# -- what everything costs together ---------------------------------------------------------------
+#
+# A folder may hold a certificate and a ledger of the same releases, where the ledger can be ahead
+# (a run that goes on, a choice before it). The certificate of a comparison counts what its runs
+# share, such as a choice of public data, once. Whatever cannot be known to be shared counts as
+# often as it is on record: the total may be too large, never too small.
 
 
-def _parsed(path: Path, text: bytes, include_unprivate: bool) -> Any:
-    try:
-        content = json.loads(text)
-    except ValueError:
-        raise ValueError(f"Cannot read {path}: it is not valid JSON.") from None
-    return content if include_unprivate else without_unprivate(content)
+def total(certificates: Documents, ledgers: Documents) -> Total | None:
+    """What all documents cost; None where one run is all, or nothing can be added up."""
+    known = list(certificates.values())
+    if len({document["adjacency"] for document in known}) != 1:
+        return None  # prices of different promises
+    documents = (certificates, ledgers)
+    alone = {
+        folder: united(*(releases_from_json(d[folder]["events"]) for d in documents if folder in d))
+        for folder in {**certificates, **ledgers}
+    }
+    wholes = [folder for folder in certificates if is_comparison(certificates[folder])]
+    tops = [f for f in alone if not any(_is_run_of(whole, f) for whole in wholes)]
+    spent = added(
+        *(
+            united(alone[top], *(alone[f] for f in alone if top in wholes and _is_run_of(top, f)))
+            for top in tops
+        )
+    )
+    # At the smallest δ: so the total is no smaller than what any certificate says.
+    delta = min(document["delta"] for document in known)
+    priced = 0.0
+    only = certificates.get(tops[0]) if len(tops) == 1 else None
+    if only and only["delta"] == delta and spent == added(releases_from_json(only["events"])):
+        if not is_comparison(only):
+            return None
+    else:
+        rdp = any(document["accountant"]["used"] == "rdp" for document in known)
+        priced = account(spent, delta, "rdp" if rdp else "pld").epsilon
+    return Total(
+        epsilon=max([priced, *(float(document["epsilon"]) for document in known)]),
+        delta=delta,
+        unfinished=len([f for f in ledgers if f not in certificates and alone[f]]),
+    )
+
+
+def is_comparison(certificate: Mapping[str, Any]) -> bool:
+    """Whether it is about several runs, which have certificates of their own."""
+    training = certificate["training"]
+    return bool(training.get("kind") == "comparison" or training.get("method") == TOGETHER)
+
+
+def _is_run_of(comparison: Path, folder: Path) -> bool:
+    named = folder.name.startswith(("seed-", ".seed-"))  # hidden: one that was interrupted
+    return named and folder.parent.parent == comparison

@@ -24,6 +24,7 @@ from torch import nn
 
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger, steps_beyond
+from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
 from dpspan.engine.plan import without_retired_options
 from dpspan.support.files import replacing
@@ -45,9 +46,9 @@ def locked(path: Path) -> Iterator[None]:
             f"Another process is training in {path}. Wait for it, or choose another folder."
         ) from error
     except OSError as error:
+        reason = error.strerror or error
         raise OSError(
-            f"Cannot write to the folder {path}: {error.strerror or error}. Choose another output "
-            "folder."
+            f"Cannot write to the folder {path}: {reason}. Choose another output folder."
         ) from error
     try:
         for interrupted in path.glob(".*.tmp"):
@@ -59,10 +60,9 @@ def locked(path: Path) -> Iterator[None]:
 
 def is_comparison(path: Path) -> bool:
     """Whether a comparison has begun there; a run of it may be half written."""
-    runs = [
-        run for run in path.glob("*/seed-*/run.json") if not run.with_name("config.yaml").exists()
-    ]
-    return bool(runs or list(path.glob("*/.seed-*"))) or (path / "comparison.json").exists()
+    runs = path.glob("*/seed-*/run.json")  # some may be of `train`, which leaves a config.yaml
+    compared = any(not run.with_name("config.yaml").exists() for run in runs)
+    return compared or any(path.glob("*/.seed-*")) or (path / "comparison.json").exists()
 
 
 class RunFolder:
@@ -79,7 +79,6 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether a run has begun here."""
         return any(path.exists() for path in (self.config, self.checkpoint, self.model))
 
     @property
@@ -151,6 +150,15 @@ class RunFolder:
         for path in (self.certificate, self.checkpoint, self.run):  # the ledger stays
             path.unlink(missing_ok=True)
 
+    def read_checkpoint(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """None if there is none; ValueError if it is of a run with other settings."""
+        if not self.checkpoint.exists():
+            return None
+        saved, facts = load_file(self.checkpoint, CHECKPOINT), self.facts
+        there = saved["checkpoint_dict"]["config"] if facts is None else facts["settings"]
+        self.refuse_other_settings(settings, there)
+        return saved
+
     def refuse_other_settings(self, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         """ValueError unless the run that is here has these settings."""
         method = there.get("method")
@@ -179,19 +187,18 @@ class RunFolder:
             )
 
     def open_ledger(
-        self, accountant: str, budget: Budget | None, paid: Mapping[str, Any] | None = None
+        self,
+        accountant: str,
+        budget: Budget | FixedNoise | None,
+        paid: Mapping[str, Any] | None = None,
     ) -> Ledger:
-        """A ledger with what was spent before the run begins: here, or on record as `paid`.
-
-        A run that goes on takes its record later, together with its weights.
-        """
+        """With what was spent before the run, here or as `paid`; one that goes on loads later."""
         self.refuse_lost_ledger()
-        ledger = Ledger(accountant=accountant, budget=budget)
-        if not self.checkpoint.exists():
-            spent = read_json(self.ledger) if self.ledger.exists() else paid
-            if spent is not None:
-                ledger.load_state_dict(spent)
-                ledger.budget = budget
+        ledger = Ledger(accountant=accountant)
+        spent = read_json(self.ledger) if self.ledger.exists() else paid
+        if spent is not None and not self.checkpoint.exists():
+            ledger.load_state_dict(spent)
+        ledger.budget = budget if isinstance(budget, Budget) else None
         return ledger
 
     def write_ledger(self, ledger: Ledger) -> None:
@@ -218,7 +225,6 @@ class RunFolder:
         self.write_json(self.run, {"format": FORMAT, "version": VERSION, **facts})
 
     def write_json(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Strict JSON, written as text is."""
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         self.write_text(path, text + "\n")
 
@@ -228,12 +234,10 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
 
     def write_model(self, model: nn.Module) -> None:
-        """The weights, for any program that reads safetensors."""
         with replacing(self.model, what="the model") as temporary:
             safetensors.torch.save_model(model, str(temporary))
 
     def append(self, path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines of JSON."""
         if not lines:
             return
         try:

@@ -1,31 +1,55 @@
-"""A configuration as a task and a contender, the private choice it asks for, and `train`."""
+"""From a configuration to its data and model, a task and a contender, the choice, and `train`."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
+import math
+import operator
+import pickle
+import sys
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import safetensors.torch
+import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
-from dpspan.app.config.yaml_file import read_text
-from dpspan.app.data import Loaded
+from dpspan.app.config.sections import (
+    AnyModel,
+    CheckpointSection,
+    MlpSection,
+    OwnSection,
+    WideResNetSection,
+)
+from dpspan.app.data import Loaded, Source, load
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.resumable import Progress, Result, Run
-from dpspan.app.run.run_inputs import Parts, device_of, make_parts, new_model, trainable_of
-from dpspan.app.run.task import Contender, FixedNoise, Task
-from dpspan.app.run.training import in_batches
-from dpspan.choose import Choice, choose_public
+from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
+from dpspan.app.section import read_text
+from dpspan.choose import Choice, ProbeNetwork, choose_public
 from dpspan.engine.sampling import PoissonDraw
+from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
+from dpspan.model.trainable import train_only
+from dpspan.model.validation import fix
 from dpspan.public.data import PublicData
+from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.warm_start import WarmStart
+from dpspan.support.checks import expect
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.randomness import seeded
+
+_SECRET = "This message depends on private data: do not publish it."
 
 
 def train(
@@ -66,9 +90,7 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
     goes_on = folder.checkpoint.exists()
     kept = folder.kept_features(wanted=goes_on and config.features is not None)
     parts = make_parts(config, features=kept)
-    chosen = None
-    if config.choose is not None:
-        chosen = chosen_public(config, parts, folder)["chosen"]
+    chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
         folder.features.unlink(missing_ok=True)  # of a run that never came to a step
         if parts.layer is not None:
@@ -88,14 +110,222 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
     )
 
 
-class Untouched(Dataset[object]):
-    """Stands where private records would be, and refuses to be read."""
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of. The model is at the weights that it starts from."""
 
-    def __getitem__(self, index: int) -> NoReturn:
-        raise RuntimeError("Private records were asked for where none may be used.")
+    private: Loaded
+    public: Mapping[str, PublicData]
+    test: Loaded | None
+    model: nn.Module
+    layer: PatchFeatures | None  # what all of these data have been through
 
-    def __len__(self) -> int:
-        raise RuntimeError("The number of private records was asked for where it may not be used.")
+
+def make_parts(config: Config, *, features: Path | None = None) -> Parts:
+    """Read the data and build the model; refuse what would make the guarantee an empty one.
+
+    A frozen layer is read from the file `features`; without one it is learnt.
+    """
+    data, device = config.data, device_of(config)
+    private, public = _load("data.private", data.private, config), {}
+    for name, source in data.public.items():
+        read = _load(f"data.public.{name}", source, config, private, public=True)
+        public[name] = PublicData.of(read.tensors, name=name)
+    test = None if data.test is None else _load("data.test", data.test, config, private)
+    count = data.records or len(private.dataset)  # stated, or told by the sampling rate
+    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
+    layer = _layer(config, public, device, features)
+    if layer is not None:
+        private = replace(private, dataset=encode(layer, private.dataset))
+        public = {name: encode_public(layer, each) for name, each in public.items()}
+        test = None if test is None else replace(test, dataset=encode(layer, test.dataset))
+    with seeded(config.training.seed):
+        model = new_model(config, private).to(device)
+        _rehearse(model, private, device)
+    return Parts(private=private, public=public, test=test, model=model, layer=layer)
+
+
+def _load(
+    where: str, source: Source, config: Config, private: Loaded | None = None, public: bool = False
+) -> Loaded:
+    """Read a source; beside the private data, refuse what does not fit them or copies them."""
+    loaded = load(source, classes=config.data.classes)
+    if not loaded.labelled and not public:
+        raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
+    if private is None:
+        return loaded
+    if loaded.shape != private.shape:
+        raise ValueError(
+            f"Expected samples of shape {private.shape}, that of the private data, in {where}, got "
+            f"{loaded.shape}."
+        )
+    scaling = source.model_dump(include={"scale", "mean", "std"})
+    if scaling != config.data.private.model_dump(include=set(scaling)):
+        warnings.warn(
+            f"dpspan: {where} and data.private differ in scale, mean or std. If both files hold "
+            "the same kind of numbers, write the same constants in both.",
+            stacklevel=2,
+        )
+    if copies := loaded.copies_of(private):
+        count = f"{len(copies)} of the {len(loaded.dataset)} samples"
+        found = f"{count} of {where} also occur in the private data"
+        example = f"exact copies, e.g. sample {copies[0]}"
+        if public:
+            raise ValueError(
+                f"{found} ({example}), however the two are scaled. If private records got into the "
+                "public data, give other public data. If these records really are public, remove "
+                f"them from the private data. {_SECRET}"
+            )
+        if config.data.test_is_public:  # what is measured on private records is not
+            raise ValueError(
+                f"{found} ({example}), so results on them are not public. If private records got "
+                "into the test data, take them out there. If these records really are public, or "
+                "just happen to have the same values, take them out of the private data. Or leave "
+                f"test_is_public out: results are then not shown. {_SECRET}"
+            )
+        cure = "they say nothing about new records, and an audit must not use them"
+        warnings.warn(f"dpspan: {found}: {cure}. {_SECRET}", stacklevel=2)
+    return loaded
+
+
+def _layer(
+    config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
+) -> PatchFeatures | None:
+    """The frozen layer, if any: kept, or learnt now. Elsewhere its last digits would be others."""
+    section, seed = config.features, config.training.seed
+    if section is None:
+        return None
+    data = public[section.public]
+    if kept is None:
+        return section.learn(data, seed=seed, device=device)
+    layer = PatchFeatures.load(kept, data)
+    if layer.settings != {**section.settings, "seed": seed}:
+        raise ValueError(
+            f"{kept} was learnt with other settings than the section `features`, or another seed. "
+            "Go back to those, or choose another output folder."
+        )
+    return layer.to(device)
+
+
+def new_model(config: Config, like: Loaded) -> nn.Module:
+    """The model for samples like these with new weights, from torch's generator."""
+    model = draw_model(config.model, like)
+    if config.trainable is not None:
+        model = train_only(model, config.trainable.built())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("The model's parameters are all frozen: unfreeze what is to be trained.")
+    return model
+
+
+def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
+    """The network for samples like these, with random weights from torch's generator."""
+    if isinstance(section, OwnSection):
+        model: nn.Module = _imported(section.factory)(**section.arguments)
+        expect(isinstance(model, nn.Module), f"{section.factory} to return a torch module", model)
+    elif isinstance(section, MlpSection):
+        model = MLP(math.prod(data.shape), section.hidden, data.classes)
+    elif isinstance(section, WideResNetSection):
+        _image_shape(section.name, data, channels=3)
+        model = WideResNet(depth=section.depth, widen=section.widen, classes=data.classes)
+    elif section.name == "logistic":
+        model = MLP(math.prod(data.shape), (), data.classes)
+    elif section.name == "resnet20":
+        _image_shape(section.name, data, channels=3)
+        model = ResNet20(classes=data.classes)
+    elif section.name == "probe":
+        channels, seed = _image_shape(section.name, data)[0], int(torch.randint(2**31, ()))
+        model = ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
+    else:
+        channels, height, width = _image_shape(section.name, data)
+        if height != width or height < 14:
+            raise ValueError(
+                f"Expected square images of at least 14 × 14 pixels for the model cnn, got "
+                f"{height} × {width}. Resize them, or use mlp or a factory of your own."
+            )
+        model = PaperCNN(classes=data.classes, channels=channels, size=height)
+    if isinstance(section, CheckpointSection):
+        load_weights(model, section.weights)
+    return fix(model) if section.fix else model
+
+
+def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
+    if len(data.shape) != 3 or channels not in (None, data.shape[0]):
+        kind = "images" if channels is None else f"images of {channels} channels"
+        raise ValueError(
+            f"Expected {kind}, shape ({channels or 'channels'}, height, width), for the model "
+            f"{name}, got samples of shape {data.shape}. Use mlp, or a factory of your own."
+        )
+    return data.shape
+
+
+def _imported(reference: str) -> Any:
+    module_name, _, name = reference.partition(":")
+    expect(bool(module_name and name), "a factory such as 'package.module:function'", reference)
+    folder = str(Path.cwd())  # where a command looks for no modules, unlike `python -m`
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
+            f"lie in the folder that dpspan is started in, {folder}."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    try:
+        found = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.") from None
+    expect(callable(found), f"{reference} to be a function or a class", found)
+    return found
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put weights into a model, with nothing executed; ValueError if they do not fit."""
+    if not path.exists():
+        raise FileNotFoundError(f"There are no weights at {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            safetensors.torch.load_model(model, path)  # knows about tied weights
+            return
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        expect(isinstance(loaded, dict), f"a state_dict in {path}", loaded)
+        model.load_state_dict(loaded)
+    except RuntimeError as error:
+        what = f"The weights in {path} do not fit {type(model).__name__}"
+        raise ValueError(f"{what}: {error}") from error
+    except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
+        raise ValueError(  # whose own words may quote the file
+            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
+            "safetensors."
+        ) from None
+
+
+def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
+    """Run a copy on two samples of zeros, which are nobody's: mistakes are found before the run."""
+    zeros = torch.zeros(2, *like.shape, dtype=like.tensors[0].dtype, device=device)
+    try:
+        with torch.no_grad():
+            output = copy.deepcopy(model).eval()(zeros)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"The model cannot take samples of shape {like.shape}: {error}") from error
+    if isinstance(output, Tensor) and output.shape != (2, like.classes):
+        raise ValueError(
+            f"Expected the model to give {like.classes} numbers for a sample, one for each of "
+            f"data.classes, got an output of shape {tuple(output.shape)} for 2 samples."
+        )
+
+
+def device_of(config: Config) -> torch.device:
+    """Where to train."""
+    name = config.training.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        what = "device to be auto, cpu or a device that is there, such as cuda:0"
+        raise ValueError(f"Expected {what}, got {name!r}.") from error
 
 
 def task_of(
@@ -109,10 +339,6 @@ def task_of(
     warm_start: WarmStart | None = None,
 ) -> Task:
     """What is learnt, from samples like these; the model is the configuration's by default."""
-    z = config.budget.noise_multiplier
-    fixed = None if z is None else FixedNoise(noise_multiplier=z, delta=config.budget.delta)
-    budget = _budget(config) or fixed
-    assert budget is not None
     # Without a section that older folders do not know, if it is not used.
     shared = {"data", "model", "trainable"} | ({"features"} if config.features else set())
     return Task(
@@ -121,7 +347,7 @@ def task_of(
         test=test,
         batch_size=config.training.batch_size,
         epochs=config.training.epochs,
-        budget=budget,
+        budget=_budget(config),
         public=public,
         warm_start=warm_start,
         test_is_public=config.data.test_is_public,
@@ -133,12 +359,12 @@ def task_of(
     )
 
 
-def warm_start_of(config: Config, public: Mapping[str, PublicData]) -> WarmStart | None:
-    """The configuration's, if it has one; each run has a seed of its own."""
-    if (section := config.warm_start) is None:
-        return None
-    data, seed = public[section.public], config.training.seed
-    return section.build(data, trainable_of(config), seed=seed)
+def _budget(config: Config) -> Budget | FixedNoise:
+    epsilon, z, delta = config.budget.epsilon, config.budget.noise_multiplier, config.budget.delta
+    if epsilon is not None:
+        return Budget(epsilon=epsilon, delta=delta)
+    assert z is not None
+    return FixedNoise(noise_multiplier=z, delta=delta)
 
 
 def contender_of(
@@ -156,13 +382,16 @@ def contender_of(
     draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
     steps = training.epochs * draw.steps_per_epoch
     named = getattr(config.method, "public", None) if config.choose is None else chosen
+    start = None
+    if (section := config.warm_start) is not None:
+        start = section.build(public[section.public], config.trainable, seed=training.seed)
     return Contender(
         name=name,
         method=config.method.build(None if named is None else public[named], steps=steps),
         learning_rate=training.optimizer.learning_rate,
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
-        warm_start=warm_start_of(config, public),
+        warm_start=start,
         paid=None if config.choose is None else paid,
     )
 
@@ -190,14 +419,8 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
             seed=config.training.seed,
         )
 
-    return choose_once(
-        folder, asked, choose, accountant=config.budget.accountant, budget=_budget(config)
-    )
-
-
-def _budget(config: Config) -> Budget | None:
-    epsilon, delta = config.budget.epsilon, config.budget.delta
-    return None if epsilon is None else Budget(epsilon=epsilon, delta=delta)
+    accountant = config.budget.accountant
+    return choose_once(folder, asked, choose, accountant=accountant, budget=_budget(config))
 
 
 def choose_once(
@@ -206,7 +429,7 @@ def choose_once(
     choose: Callable[[Ledger], Choice],
     *,
     accountant: str = "pld",
-    budget: Budget | None = None,
+    budget: Budget | FixedNoise | None = None,
 ) -> dict[str, Any]:
     """What was chosen in this folder; to choose again would be one more release.
 

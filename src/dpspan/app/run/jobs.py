@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +27,10 @@ def workers(
     """A function that calls another with each tuple of arguments, `jobs` at a time, in order."""
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("runs"))
     where = console or Console(quiet=True)  # a disabled bar may still end its line
-    with ExitStack() as stack:
-        pool = None
-        if check_count("jobs", jobs) > 1:
-            spawn = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(_ended_at_once(ProcessPoolExecutor(jobs, spawn, _begin)))
-        progress = stack.enter_context(Progress(*columns, console=where, disable=where.quiet))
+    pool = None
+    if check_count("jobs", jobs) > 1:
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin)
+    with pool or nullcontext(), Progress(*columns, console=where, disable=where.quiet) as progress:
         bar = progress.add_task(title, total=total, completed=done)
 
         def run(work: Work, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -43,20 +41,14 @@ def workers(
                 progress.advance(bar)
             return found
 
-        yield run
-
-
-@contextmanager
-def _ended_at_once(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
-    """An interrupted call takes its workers along: none may release what nobody waits for."""
-    with pool:
         try:
-            yield pool
-        except BaseException:
-            workers = list(pool._processes.values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
-                worker.terminate()  # a run may be ended at any time, and goes on later
+            yield run
+        except BaseException:  # takes the workers along: none may release what nobody waits for
+            if pool is not None:
+                processes = list(pool._processes.values())
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in processes:
+                    process.terminate()  # a run may be ended at any time, and goes on later
             raise
 
 

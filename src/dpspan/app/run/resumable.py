@@ -7,21 +7,19 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dpspan.accounting.certificate import certificate, write_certificate
-from dpspan.accounting.epsilon import Budget, account
+from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import OutputSection
-from dpspan.app.run.folder import CHECKPOINT, RunFolder, read_json, read_lines
-from dpspan.app.run.task import Contender, Task
-from dpspan.app.run.training import Spent, Status, Training, accuracy_and_loss
-from dpspan.engine.checkpoint import load_file
+from dpspan.app.data import optional
+from dpspan.app.run.folder import RunFolder, read_json, read_lines
+from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.strict_json import plain
@@ -51,7 +49,6 @@ class Result(Progress):
     delta: float
 
     def describe(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "folder": str(self.folder)}
 
 
@@ -75,9 +72,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.training = Training(self.task, self.contender, self.seed)
-        output, budget = self.output, self.task.budget
-        self._budget = budget if isinstance(budget, Budget) else None
-        self._unprivate = _Unprivate() if output is not None and output.unprivate_metrics else None
+        self._output = self.output or OutputSection(folder=self.folder.path)
+        self._sums = [0.0, 0.0, 0.0]  # loss, hits and samples of an epoch's private batches
         self._scalars: Any = None  # a writer for TensorBoard
         self._line: dict[str, Any] | None = None
         self._notes = 0  # of the engine's diagnostics, written
@@ -88,32 +84,23 @@ class Run:
     def start(self) -> None:
         """Read the data, train on public ones, and load what an earlier process left."""
         folder, task, training = self.folder, self.task, self.training
-        if self.output is not None and self.output.tensorboard:
-            self._scalars = _scalars(folder.path)
-        saved = self._saved()
-        self._ledger = folder.open_ledger(task.accountant, self._budget, self.contender.paid)
+        if self._output.tensorboard:
+            optional("tensorboard", "Files of output.tensorboard", "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
+        saved = folder.read_checkpoint(self.settings)
+        self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
         for sentence in weaknesses(None, task.budget.delta, task.count):
             self._ledger.warn(sentence)
         self._note_unprivate()
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
-        if self._unprivate is not None:
-            training.observe = self._unprivate.add
         if saved is not None:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
             for path in (folder.metrics, folder.diagnostics):
                 path.unlink(missing_ok=True)
-
-    def _saved(self) -> dict[str, Any] | None:
-        """The checkpoint of the run, or None if there is none."""
-        if not self.folder.checkpoint.exists():
-            return None
-        saved = load_file(self.folder.checkpoint, CHECKPOINT)
-        facts = self.folder.facts
-        there = saved["checkpoint_dict"]["config"] if facts is None else facts["settings"]
-        self.folder.refuse_other_settings(self.settings, there)
-        return saved
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
@@ -149,7 +136,8 @@ class Run:
             folder.append(folder.metrics, [self._line])  # it had not come to that
 
     def _note_unprivate(self) -> None:
-        if self._unprivate is not None:
+        if self._output.unprivate_metrics:
+            self.training.observe = self._observe
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
         if self.task.test is not None and not self.task.test_is_public:
             self._ledger.warn("unprivate: results on test data not declared public were written")
@@ -176,7 +164,7 @@ class Run:
                 self._save(None if known else self._measured())
             self._watched(watch)
             told = not ended and stop is not None and stop()
-            every = None if self.output is None else self.output.checkpoint_every
+            every = self._output.checkpoint_every
             if not end_of_epoch and (told or (every and training.step % every == 0)):
                 self._save()
             if told:
@@ -201,7 +189,7 @@ class Run:
         """The free baseline: no private record is trained on, so ε = 0."""
         task, folder, start = self.task, self.folder, self.contender.warm_start
         assert start is not None
-        self._ledger = ledger = folder.open_ledger(task.accountant, self._budget)
+        self._ledger = ledger = folder.open_ledger(task.accountant, task.budget)
         data = PublicData.of(start.data)
         refuse_overlap(data, task.private)  # or it is not free
         model = self.training.model = task.new_model(self.seed)
@@ -273,10 +261,19 @@ class Run:
         if task.test is not None:
             accuracy, loss = accuracy_and_loss(task, training.model)
             line |= {task.metric("loss"): loss, task.metric("accuracy"): accuracy}
-        if self._unprivate is not None:
-            line |= self._unprivate.means()
+        if self._output.unprivate_metrics:
+            loss, hits, samples = self._sums
+            self._sums = [0.0, 0.0, 0.0]
+            line["unprivate_train_loss"] = loss / max(samples, 1)
+            line["unprivate_train_accuracy"] = hits / max(samples, 1)
         strict: dict[str, Any] = plain(line)
         return strict
+
+    def _observe(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        """Not private, and named so."""
+        hits = (outputs.detach().argmax(1) == labels).sum()
+        new = (float(loss.detach()) * len(labels), float(hits), len(labels))
+        self._sums = [old + more for old, more in zip(self._sums, new, strict=True)]
 
     def _spent(self) -> float:
         began, delta = time.monotonic(), self.task.budget.delta
@@ -292,56 +289,22 @@ class Run:
         if watch is not None:
             if time.monotonic() > self._old_at:
                 self._spent()
-            watch(Progress(**self._progress()))
+            watch(self._progress())
 
-    def _progress(self) -> dict[str, Any]:
-        training = self.training
-        return {
-            "step": training.step,
-            "steps": training.steps,
-            "epoch": training.epoch,
-            "epochs": self.task.epochs,
-            "epsilon": self._epsilon,
-            "metrics": self._line,
-        }
+    def _progress(self) -> Progress:
+        return Progress(
+            step=self.training.step,
+            steps=self.training.steps,
+            epoch=self.training.epoch,
+            epochs=self.task.epochs,
+            epsilon=self._epsilon,
+            metrics=self._line,
+        )
 
     def _result(self, status: Status) -> Result:
         self._spent()
         about: dict[str, Any] = {"folder": self.folder.path, "delta": self.task.budget.delta}
-        return Result(status=status, **about, **self._progress())
-
-
-class _Unprivate:
-    """Means over the private batches of an epoch: not private, and named so."""
-
-    def __init__(self) -> None:
-        self._loss = self._right = 0.0
-        self._samples = 0
-
-    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        self._loss += float(loss.detach()) * len(labels)
-        self._right += float((outputs.detach().argmax(1) == labels).sum())
-        self._samples += len(labels)
-
-    def means(self) -> dict[str, float]:
-        loss, right, samples = self._loss, self._right, max(self._samples, 1)
-        self._loss, self._right, self._samples = 0.0, 0.0, 0
-        return {
-            "unprivate_train_loss": loss / samples,
-            "unprivate_train_accuracy": right / samples,
-        }
-
-
-def _scalars(folder: Path) -> Any:
-    """A writer for TensorBoard."""
-    if find_spec("tensorboard") is None:
-        raise ModuleNotFoundError(
-            "output.tensorboard needs the package tensorboard: pip install "
-            "'dpspan[tensorboard]', or set it to false."
-        )
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"))
+        return Result(status=status, **about, **vars(self._progress()))
 
 
 # Runs of other seeds pass through the same values of ε, and PLD takes a while for each.

@@ -1,4 +1,4 @@
-"""The training loop of all commands: the private steps of one model.
+"""What is trained (a task, a contender, the baselines of every comparison), and the private steps.
 
 Making a `Training` touches nothing. `prepare` reads the data and trains on public ones; private
 records are charged for step by step.
@@ -6,33 +6,274 @@ records are charged for step by step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpspan.accounting.calibration import calibrate_event
-from dpspan.accounting.epsilon import Budget
+from dpspan.accounting.epsilon import Budget, check_accountant
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
-from dpspan.app.run.task import Contender, FixedNoise, Task
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.sampling import PoissonDraw
-from dpspan.public.data import move
+from dpspan.mechanisms import DPSGD, Method
+from dpspan.public.data import PublicData, move
 from dpspan.public.overlap import Encoded
+from dpspan.public.warm_start import WarmStart
+from dpspan.support.checks import check_count, check_number, check_positive, expect
 from dpspan.support.device_facts import Health
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.left_as_found import left_as_found
+from dpspan.support.randomness import seeded
+
+PUBLIC_ONLY = "public only"
 
 Status = Literal["finished", "stopped", "budget spent", "diverged"]
 Spent = tuple[tuple[DpEvent, int], ...]
 
+_STEPS = 1000  # at which a schedule is sampled to describe it
+_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # and changes nothing
 _TEST_BATCH = 1024
 _HUGE = 1e6  # a weight of this size has left every sensible range
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedNoise:
+    """In place of a budget: the noise multiplier is given, and ε at δ is what comes out."""
+
+    noise_multiplier: float
+    delta: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What is learnt, from which data, for how long and at what price; the same for everybody.
+
+    Args:
+        model: makes a model with new weights; called once a run, under the run's seed.
+        private: the private records.
+        test: what models are measured on; None for nothing. Unless `test_is_public`, every number
+            measured on it is called `unprivate_…` and left out of reports.
+        batch_size: expected batch size.
+        epochs: of private training.
+        budget: ε and δ of each run.
+        public: labelled public data, if there are any.
+        warm_start: how to train on them first; `WarmStart(data=public)` by default.
+        criterion: the loss.
+        test_is_public: declares that the test records are nobody's secret.
+        records: about how many private records there are, as a public number: the sampling rate is
+            batch_size / records. Without it the exact number is used, and certificates tell it.
+        accountant: "pld" or "rdp".
+        physical_batch_size: most samples to process at once.
+        device: where models are trained.
+        about: public facts about data and model, as plain values: they are kept with every run,
+            and a folder takes no runs of which they differ.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> x, y = torch.randn(300, 4), torch.arange(300) % 2
+        >>> task = dpspan.Task(
+        ...     model=lambda: nn.Linear(4, 2),
+        ...     private=TensorDataset(x[:200], y[:200]),
+        ...     test=TensorDataset(x[200:], y[200:]),
+        ...     batch_size=50,
+        ...     epochs=2,
+        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
+        ... )
+    """
+
+    model: Callable[[], nn.Module]
+    private: Dataset[Any]
+    test: Dataset[Any] | None
+    batch_size: int
+    epochs: int
+    budget: Budget | FixedNoise
+    public: object = field(default=None, repr=False)
+    warm_start: WarmStart | None = None
+    criterion: nn.Module = field(default_factory=nn.CrossEntropyLoss)
+    test_is_public: bool = False
+    records: int | None = None
+    accountant: str = "pld"
+    physical_batch_size: int | None = None
+    device: str | torch.device = "cpu"
+    about: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "records", "physical_batch_size"):
+            if getattr(self, name) is not None or name in ("batch_size", "epochs"):
+                check_count(name, getattr(self, name))
+        check_accountant(self.accountant)
+        expect(callable(self.model), "model to be a function that makes a model", self.model)
+
+    @property
+    def count(self) -> int:
+        """About how many private records there are: as stated, or what the sampling rate tells."""
+        records = self.records or len(self.private)  # type: ignore[arg-type]
+        expect(records > 0, "at least 1 private record", records)
+        return records
+
+    @property
+    def sample_rate(self) -> float:
+        """q; counts the private records unless `records` does."""
+        return min(1.0, self.batch_size / self.count)
+
+    @property
+    def start(self) -> WarmStart | None:
+        """The warm start that the public labels allow; None without such labels."""
+        if self.warm_start is not None or self.public is None:
+            return self.warm_start
+        data = PublicData.of(self.public)
+        return WarmStart(data=data) if data.labelled else None
+
+    def metric(self, name: str) -> str:
+        return f"test_{name}" if self.test_is_public else f"unprivate_test_{name}"
+
+    def new_model(self, seed: int) -> nn.Module:
+        torch.empty(0, device=self.device)  # a GPU's generator is seeded once the GPU is in use
+        with seeded(seed):
+            return self.model().to(self.device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contender:
+    """One row of a comparison: a method with its learning rate, from scratch or warm-started.
+
+    Args:
+        name: in tables, and the name of the folder with its runs.
+        method: None trains on public data only.
+        learning_rate: of the private steps.
+        momentum: of SGD, which is the optimizer if none is given.
+        optimizer: makes any other one, called like torch's: `torch.optim.Adam`, or
+            `functools.partial(torch.optim.AdamW, weight_decay=0.1)`.
+        schedule: schedule(step, steps) is what the learning rate is multiplied by at a step.
+        warm_start: training on labelled public data before the first private step.
+        paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
+            of public data); each run's ε includes it. Contenders that share one such release get
+            the same record.
+
+    Examples:
+        >>> import dpspan
+        >>> contender = dpspan.Contender(
+        ...     name="DP-SGD", method=dpspan.DPSGD(clip=1.0), learning_rate=0.5
+        ... )
+    """
+
+    name: str
+    method: Method | None = None
+    learning_rate: float | None = None
+    momentum: float = 0.0
+    optimizer: Callable[..., Optimizer] | None = None
+    schedule: Callable[[int, int], float] | None = None
+    warm_start: WarmStart | None = None
+    paid: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        expect(isinstance(self.name, str) and bool(self.name), "name to be a text", self.name)
+        momentum = check_number("momentum", self.momentum)
+        expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
+        if self.method is None:
+            expect(self.warm_start is not None, f"a method or a warm_start for '{self.name}'", None)
+            return
+        if self.learning_rate is None:
+            raise ValueError(f"Expected a learning_rate for '{self.name}': pass learning_rate=.")
+        check_positive("learning_rate", self.learning_rate)
+        if self.optimizer is not None and momentum:
+            raise ValueError(
+                f"Expected momentum without an optimizer, got both for '{self.name}': give the "
+                "momentum to the optimizer."
+            )
+        self.describe_steps()  # whatever is wrong with them is said now
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        factory = self.optimizer or functools.partial(SGD, momentum=self.momentum)
+        return factory(parameters, lr=self.learning_rate)
+
+    def warmed(self, start: WarmStart) -> Contender:
+        return dataclasses.replace(self, name=f"warm start + {self.name}", warm_start=start)
+
+    @property
+    def spent(self) -> Spent:
+        """What was released before the first step of its runs."""
+        return () if self.paid is None else Ledger.from_state(self.paid).events
+
+    def seeded_start(self, seed: int) -> WarmStart | None:
+        start = self.warm_start
+        return None if start is None else dataclasses.replace(start, seed=seed)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as plain values; data by their digests."""
+        method, start, paid = self.method, self.warm_start, self.paid
+        public, warm = getattr(method, "public", None), None
+        if start is not None:
+            digest = PublicData.of(start.data).digest
+            warm = {**start.describe(), "seed": "the run's", "data": digest}
+        return {
+            "name": self.name,
+            "method": None if method is None else method.describe(),
+            "public": None if public is None else PublicData.of(public).digest,
+            "learning_rate": self.learning_rate,
+            **self.describe_steps(),
+            "warm_start": warm,
+            "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
+        }
+
+    def describe_steps(self) -> dict[str, Any]:
+        """Optimizer and schedule, known by what they do: two lambdas have the same name."""
+        optimizer = schedule = None
+        if self.learning_rate is not None:
+            made = self.build_optimizer([nn.Parameter(torch.zeros(s)) for s in ((2, 2), (2,))])
+            expect(isinstance(made, Optimizer), "optimizer to make a torch optimizer", made)
+            groups = [{k: g[k] for k in g if k not in _HOW_IT_RUNS} for g in made.param_groups]
+            plain = json.loads(json.dumps(groups, default=repr))
+            optimizer = {"name": type(made).__name__, "groups": plain}
+        if self.schedule is not None:
+            factors = [float(self.schedule(step, _STEPS)) for step in range(_STEPS)]
+            wrong = [factor for factor in factors if not 0 <= factor < math.inf]
+            expect(not wrong, "a schedule of finite factors >= 0", next(iter(wrong), None))
+            text = ",".join(f"{factor:.9g}" for factor in factors)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            schedule = {"first": factors[0], "last": factors[-1], "sha256": digest}
+        return {"optimizer": optimizer, "schedule": schedule}
+
+
+def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contender, ...]:
+    """The contenders, and what a user with labelled public data would try first.
+
+    Those are training on the public data alone, which is free, and DP-SGD after it. Papers leave
+    them out; a comparison must not.
+    """
+    names = [contender.name for contender in contenders]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    expect(not repeated, "every contender to have a name of its own", ", ".join(repeated))
+    plain = [c for c in contenders if isinstance(c.method, DPSGD)]
+    if not plain:
+        raise ValueError(
+            "Expected DP-SGD among the contenders: without it nobody could tell what the others "
+            "are worth. Add Contender(name='DP-SGD', method=DPSGD(clip=1.0), learning_rate=...)."
+        )
+    start = task.start
+    if start is None:
+        return tuple(contenders)
+    added = []
+    if not any(c.method is None for c in contenders):
+        added.append(Contender(name=PUBLIC_ONLY, warm_start=start))
+    if not any(c.warm_start is not None for c in plain):
+        added.append(plain[0].warmed(start))
+    return (*added, *contenders)
 
 
 class Training:
@@ -97,13 +338,11 @@ class Training:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are over."""
         return self.loader.epoch if self.steps else 0
 
     def take_steps(self) -> Iterator[bool]:
-        """Train until the end, or for as long as it is asked for; `status` says why it ended.
+        """Train; after each step, whether an epoch or all has ended. `status` says why it did.
 
-        After each step: whether a line of metrics may be due, at the end of an epoch or of all.
         Released weights alone decide whether training has diverged: an error might tell something
         of private records.
         """
@@ -137,8 +376,7 @@ class Training:
             factor = schedule(self.step, self.steps)
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
-        device = torch.device(task.device)
-        inputs, labels = move(inputs, device), move(labels, device)
+        inputs, labels = move((inputs, labels), torch.device(task.device))
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         loss = task.criterion(outputs, labels)
@@ -165,22 +403,16 @@ def rehearse(
     return accuracy_and_loss(task, training.model)[0]
 
 
-class _Records(Dataset[tuple[Tensor, ...]]):
+class _Records(TensorDataset):
     """Samples in memory, a batch read at once: one at a time would take most of a step."""
 
     def __init__(self, dataset: TensorDataset) -> None:
-        self.dataset = dataset
-        self._tensors = dataset.tensors
-
-    def __len__(self) -> int:
-        return len(self._tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self._tensors)
+        super().__init__(*dataset.tensors)
+        self.dataset = dataset  # which may be an encoded one
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         chosen = torch.as_tensor(indices)
-        return tuple(tensor[chosen] for tensor in self._tensors)
+        return tuple(tensor[chosen] for tensor in self.tensors)
 
 
 def _collate(batch: Any) -> Any:
@@ -217,16 +449,14 @@ def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
     """The share of test records classified right, and the mean loss."""
     assert task.test is not None
     losses, right, count = 0.0, 0.0, 0
-    device = torch.device(task.device)
     with left_as_found(model, mode="evaluation"), torch.no_grad():
-        for x, y in in_batches(task.test, _TEST_BATCH):
-            x, y = move(x, device), move(y, device)
+        for batch in in_batches(task.test, _TEST_BATCH):
+            x, y = move(batch, torch.device(task.device))
             outputs = model(x)
             if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
                 raise ValueError(
-                    "Expected a classifier, logits (n, classes) and labels (n,), got outputs "
-                    f"{tuple(outputs.shape)} and labels {tuple(y.shape)}: accuracy is what a "
-                    "comparison measures."
+                    "Expected a classifier, whose accuracy can be measured: logits (n, classes) "
+                    f"and labels (n,), got {tuple(outputs.shape)} and {tuple(y.shape)}."
                 )
             losses += float(task.criterion(outputs, y)) * len(y)
             right += float((outputs.argmax(1) == y).sum())

@@ -128,9 +128,9 @@ def by_blocks(
     return joined([compute(i, j) for i, j in blocks(samples, numbers_per_sample, like)])
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The blocks' results one after the other; one block needs no copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def joined_pairs(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

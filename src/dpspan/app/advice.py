@@ -1,0 +1,391 @@
+"""What to do with a private dataset, asked of public data before any private step: costs no ε.
+
+The private run is rehearsed on public data, and what did best there is recommended. The private
+records are never touched: not read, not counted. How many there are (`records`) is taken from the
+caller, who must be free to say it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from scipy import stats
+from torch.utils.data import Dataset, TensorDataset
+
+from dpspan.accounting.epsilon import Budget, account
+from dpspan.app.comparison.results import LEVEL, chance
+from dpspan.app.run.jobs import workers
+from dpspan.app.run.training import Contender, Spent, Task, calibrated, rehearse, with_baselines
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
+from dpspan.public.data import PublicData
+from dpspan.public.overlap import without_public
+from dpspan.support.checks import check_count, check_positive, expect
+
+RATES = (0.1, 0.25, 0.5, 1.0, 2.0)
+_TEST, _PUBLIC = 0.25, 0.3  # shares of the stand-in to measure on, and to play the public data
+_FEWEST = 8  # records in a batch: fewer say nothing
+
+
+def advise(
+    task: Task,
+    contenders: Sequence[Contender] | None = None,
+    *,
+    records: int | None = None,
+    stand_in: object = None,
+    rates: Sequence[float] = RATES,
+    folds: int = 4,
+    jobs: int = 1,
+    console: Console | None = None,
+) -> Advice:
+    """Recommend a method, its settings and a learning rate, at no cost in privacy.
+
+    Args:
+        task: as for `compare`; its private and test records are not touched.
+        contenders: what to try, whatever their learning rates; by default
+            `default_contenders(task)`. What one of them has `paid`, or will, is taken off its
+            budget.
+        records: how many private records there are, roughly, if that is public; by default the
+            task's.
+        stand_in: labelled public data that differ from the public data as the private data do. By
+            default the public data itself is cut into parts, one of which plays the private data.
+        rates: learning rates to try.
+        folds: ways to cut the stand-in; the first finds the rates, the others tell how good.
+        jobs: trainings at a time, in processes of their own.
+        console: where the progress bar goes; none without one.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> import dpspan
+        >>> x, y = torch.randn(800, 4), torch.arange(800) % 2
+        >>> public = x[400:], y[400:]
+        >>> task = dpspan.Task(
+        ...     model=lambda: nn.Linear(4, 2),
+        ...     private=TensorDataset(x[:400], y[:400]),
+        ...     test=TensorDataset(*public),
+        ...     batch_size=50,
+        ...     epochs=2,
+        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
+        ...     public=public,
+        ...     warm_start=dpspan.WarmStart(data=public, max_epochs=5),
+        ... )
+        >>> method = dpspan.DPSGD(clip=1.0)
+        >>> contender = dpspan.Contender(name="DP-SGD", method=method, learning_rate=0.5)
+        >>> advice = dpspan.advise(task, [contender], records=400, rates=(0.5,), folds=3)
+        >>> advice.recommended in {"public only", "DP-SGD", "warm start + DP-SGD"}
+        True
+    """
+    records = check_count("records", task.records if records is None else records)
+    expect(task.batch_size <= records, f"batch_size of at most {records}", task.batch_size)
+    check_count("folds", folds, least=3)
+    expect(bool(rates), "at least 1 learning rate", rates)
+    for rate in rates:
+        check_positive("every learning rate", rate)
+    everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
+    scenes = _scenes(task, everyone, stand_in, records=records, folds=folds)
+    tuned = [c for c in everyone if c.method is not None]
+    noise = {c.name: _noise(task, c, records) for c in tuned}
+    first = [
+        scenes[0].job(dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
+        for c in tuned
+        for r in rates
+    ]
+    total = len(first) + len(everyone) * (folds - 1)
+    with workers(jobs, console, "rehearsing on public data", total=total) as run_all:
+        reached = iter(run_all(rehearse, first))
+        best = {c.name: max((next(reached), r) for r in rates)[1] for c in tuned}
+        settled = [dataclasses.replace(c, learning_rate=best.get(c.name)) for c in everyone]
+        final = [
+            scenes[fold].job(c, noise.get(c.name, 0.0), fold)
+            for c in settled
+            for fold in range(1, folds)
+        ]
+        values = iter(run_all(rehearse, final))
+    trials = tuple(
+        Trial(
+            name=c.name,
+            private=c.method is not None,
+            warm=c.warm_start is not None,
+            settings=None if c.method is None else c.method.describe(),
+            learning_rate=c.learning_rate,
+            at_the_end=len(rates) > 1 and c.learning_rate in (min(rates), max(rates)),
+            values=tuple(next(values) for _ in range(1, folds)),
+        )
+        for c in settled
+    )
+    notes = _notes(trials, scenes[0], records, stand_in is None)
+    return conclude(trials, (*notes, *_paid(task, everyone)))
+
+
+def default_contenders(task: Task) -> tuple[Contender, ...]:
+    """Each method with a few ranks and clips, from scratch and, with public labels, warm-started.
+
+    The learning rates are placeholders: `advise` tries its own.
+    """
+    methods: dict[str, Method] = {f"DP-SGD, clip {clip:g}": DPSGD(clip=clip) for clip in (1.0, 0.3)}
+    methods["RGP, rank 2"] = RGP(rank=2, clip=1.0)
+    if task.public is not None:
+        data = PublicData.of(task.public)
+        for rank in sorted({max(1, data.count // 5), max(1, data.count // 2)}):
+            methods[f"PDP-SGD, rank {rank}"] = PDPSGD(public=data, rank=rank, clip=1.0)
+            methods[f"GEP, rank {rank}, clips 1 and 0.2"] = GEP(
+                public=data, rank=rank, clip=1.0, residual_clip=0.2
+            )
+    cold = [Contender(name=n, method=m, learning_rate=1.0) for n, m in methods.items()]
+    start = task.start
+    return tuple(cold) if start is None else (*cold, *(c.warmed(start) for c in cold))
+
+
+def _scenes(
+    task: Task, contenders: Sequence[Contender], stand_in: object, *, records: int, folds: int
+) -> list[Rehearsal]:
+    given = task.public if stand_in is None else stand_in
+    source = None if given is None else PublicData.of(given, name="stand-in")
+    if source is None or not source.labelled:
+        raise ValueError(
+            "Expected labelled public data to rehearse on, got none. Pass stand_in= (inputs and "
+            "labels of the same kind as the private ones); without any, no advice is free."
+        )
+    used = {data.digest: data for contender in contenders for data in public_of(contender)}
+    others = None if stand_in is None else tuple(used.values())
+    return [
+        rehearsal(task, source, records=records, fold=fold, others=others) for fold in range(folds)
+    ]
+
+
+def _noise(task: Task, contender: Contender, records: int) -> float:
+    """z of the real run."""
+    rate = task.batch_size / records
+    steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
+    assert isinstance(task.budget, Budget)
+    return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
+
+
+def _notes(
+    trials: Sequence[Trial], scene: Rehearsal, records: int, same_data: bool
+) -> Iterator[str]:
+    size = len(scene.task.private)  # type: ignore[arg-type]
+    if size < records:
+        yield (
+            f"An extrapolation: {size:,} public samples stood in for {records:,} records, with "
+            "the same noise in every step but fewer records to learn from; the real run should do "
+            "better than the rehearsal."
+        )
+    if same_data:
+        yield (
+            "Assumes that private records resemble the public ones as those resemble one another. "
+            "If they differ more, public data alone, a warm start and public subspaces are worth "
+            "less than here, private training more."
+        )
+    if any(trial.at_the_end for trial in trials):
+        yield "Rates marked * are the first or the last that was tried: widen rates=."
+
+
+def _paid(task: Task, contenders: Sequence[Contender]) -> Iterator[str]:
+    """What the budgets were lowered by; all of it is public."""
+    payers: dict[Spent, list[str]] = {}
+    for contender in contenders:
+        if spent := contender.spent:
+            payers.setdefault(spent, []).append(f"“{contender.name}”")
+    for spent, names in payers.items():
+        epsilon = account(spent, task.budget.delta, task.accountant).epsilon
+        yield (
+            f"What these pay beside their steps, ε = {epsilon:.3g} alone, is taken off their "
+            f"budget: {', '.join(names)}."
+        )
+
+
+# -- the rehearsal --------------------------------------------------------------------------------
+#
+# n records, batches of L and noise multiplier z add noise of size z·C/L to the mean gradient. A
+# stand-in of m records is sampled at the same rate q, so its batches have L' = q·m records, and
+# z' = z·L'/L adds noise of the same size, at each of as many steps. So relative noise is that of
+# the real run. What differs: a batch of L' records is a coarser sample than one of L, and m records
+# teach less than n. z' is no guarantee of anything: the records are public.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """One fold: a task on public records, and what plays the public data in it."""
+
+    task: Task
+    public: PublicData | None  # None: the contenders' own public data are used as they are
+    sample_rate: float
+    planned: int  # expected batch size of the real run
+
+    def job(self, contender: Contender, noise: float, seed: int) -> tuple[Any, ...]:
+        """The arguments of `rehearse`, with z' for the z of the real run."""
+        noise *= self.task.batch_size / self.planned
+        return self.task, self.contender(contender), seed, noise, self.sample_rate
+
+    def contender(self, original: Contender) -> Contender:
+        """The contender with the public data of this fold."""
+        if self.public is None:
+            return original
+        method: Any = original.method
+        if getattr(method, "public", None) is not None:
+            rank = {"rank": min(method.rank, self.public.count)} if hasattr(method, "rank") else {}
+            method = dataclasses.replace(method, public=self.public, **rank)
+        start = original.warm_start and dataclasses.replace(original.warm_start, data=self.public)
+        return dataclasses.replace(original, method=method, warm_start=start)
+
+
+def rehearsal(
+    task: Task,
+    stand_in: PublicData,
+    *,
+    records: int,
+    fold: int,
+    others: tuple[PublicData, ...] | None,
+) -> Rehearsal:
+    """Cut the stand-in, in another way for each fold.
+
+    Samples that also occur in the contenders' public data (`others`) are left out; with None a part
+    of the stand-in plays the public data.
+    """
+    order = np.random.default_rng([fold, stand_in.count]).permutation(stand_in.count)
+    tested = max(1, round(stand_in.count * _TEST))
+    kept = round(stand_in.count * _PUBLIC) if others is None else 0
+    test, public, rest = np.split(order, [tested, tested + kept])
+    part = None
+    if kept:
+        tensors = _part(stand_in, public).tensors
+        part = PublicData.of(tensors, name="a part of the public data")
+        others = (part,)
+    private: Dataset[Any] = _part(stand_in, rest[:records])
+    for data in others or ():
+        private = without_public(private, data)
+    size = len(private)  # type: ignore[arg-type]
+    rate = task.batch_size / records
+    batch = round(rate * size)
+    if batch < _FEWEST:
+        raise ValueError(
+            f"Expected a stand-in large enough for batches of {_FEWEST} at the sampling rate "
+            f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
+            "Give more labelled public data, or plan with a larger batch_size."
+        )
+    measured = _part(stand_in, test)
+    rehearsed = dataclasses.replace(
+        task, private=private, test=measured, batch_size=batch, public=None, warm_start=None
+    )
+    return Rehearsal(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
+
+
+def public_of(contender: Contender) -> tuple[PublicData, ...]:
+    """The public data that a contender uses."""
+    start = contender.warm_start
+    sources = (getattr(contender.method, "public", None), None if start is None else start.data)
+    return tuple(PublicData.of(source) for source in sources if source is not None)
+
+
+def _part(data: PublicData, indices: Any) -> TensorDataset:
+    chosen = torch.from_numpy(np.sort(indices))
+    pieces = list(data.pieces(data.count, chosen))
+    if len(pieces) != 1:
+        raise ValueError(
+            "Expected a stand-in whose samples all have the same shape, got several shapes: give "
+            "tensors, or a DataLoader that pads to one length."
+        )
+    _, inputs, labels = pieces[0]
+    assert labels is not None  # `_scenes` has seen to it
+    return TensorDataset(inputs, labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One contender at its best learning rate, on every fold but the one that found the rate."""
+
+    name: str
+    private: bool
+    warm: bool
+    settings: dict[str, Any] | None  # of the method
+    learning_rate: float | None
+    at_the_end: bool  # whether the best rate was the first or the last that was tried
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.values)
+
+    @property
+    def effort(self) -> int:
+        """What it asks of its user: nothing private, plain DP-SGD, or more."""
+        plain = self.settings is not None and self.settings["method"] == "DPSGD"
+        return 0 if not self.private else 1 if plain else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A recommendation from public data alone; all of it may be published.
+
+    `recommended` is the simplest of those that the folds cannot tell from the best (p ≥ 0.05).
+    """
+
+    recommended: str
+    sure: bool  # whether everything else is worse, p < 0.05 for all of them together
+    tied: tuple[str, ...]  # what else might be as good
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...]
+
+    def sentences(self) -> list[str]:
+        """The recommendation in words."""
+        best = next(trial for trial in self.trials if trial.name == self.recommended)
+        rate = "" if best.learning_rate is None else f" with learning rate {best.learning_rate:g}"
+        said = [f"Try “{best.name}”{rate}: {best.mean:.1%} in the rehearsal."]
+        if not best.private:
+            said.append("Private training was not clearly better there, so spend no ε on it yet.")
+        if self.sure:
+            said.append("Everything else was clearly worse.")
+        elif self.tied:
+            said.append(f"As good, as far as the folds can tell: {', '.join(self.tied)}.")
+        else:
+            said.append("It was ahead of everything else, if not beyond doubt with so few folds.")
+        return [*said, *self.notes]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = Table(title="Rehearsed on public data (ε = 0)", caption="mean, lowest and highest")
+        shown.add_column("training")
+        for heading in ("accuracy", "lowest … highest", "learning rate"):
+            shown.add_column(heading, justify="right")
+        for trial in sorted(self.trials, key=lambda trial: -trial.mean):
+            rate = "" if trial.learning_rate is None else f"{trial.learning_rate:g}"
+            mark = "→ " if trial.name == self.recommended else ""
+            shown.add_row(
+                mark + trial.name,
+                f"{trial.mean:.1%}",
+                f"{min(trial.values):.1%} … {max(trial.values):.1%}",
+                rate + ("*" if trial.at_the_end else ""),
+            )
+        yield shown
+        yield from (f"• {sentence}" for sentence in self.sentences())
+
+
+def conclude(trials: tuple[Trial, ...], notes: tuple[str, ...]) -> Advice:
+    """Find the best, whatever is not worse by more than chance, and of those the simplest."""
+    best = max(trials, key=lambda trial: trial.mean)
+    others = [trial for trial in trials if trial is not best]
+    # Paired, as all saw the same folds.
+    chances = {
+        other.name: chance(stats.ttest_rel, best.values, other.values, alternative="greater")
+        for other in others
+    }
+    tied = [trial for trial in others if chances[trial.name] >= LEVEL]
+    chosen = min([best, *tied], key=lambda t: (t.effort, -t.mean, trials.index(t)))
+    return Advice(
+        recommended=chosen.name,
+        # Among many, one is behind by chance sooner or later.
+        sure=all(p < LEVEL / len(others) for p in chances.values()),
+        tied=tuple(trial.name for trial in (best, *tied) if trial is not chosen),
+        trials=trials,
+        notes=notes,
+    )

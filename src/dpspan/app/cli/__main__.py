@@ -1,5 +1,0 @@
-"""`python -m dpspan.app.cli`."""
-
-from dpspan.app.cli import main
-
-main()

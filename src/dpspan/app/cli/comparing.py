@@ -1,0 +1,241 @@
+"""Commands about several methods at one price: `dpspan compare`, `advise` and `demo`."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import dpspan
+from dpspan.app.cli.app import Json, Quiet, answer, app, console
+
+if TYPE_CHECKING:
+    from dpspan.app.config import Config
+    from dpspan.app.run.training import Contender, Task
+
+_TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
+_SHARED = (
+    "data",
+    "features",
+    "model",
+    "trainable",
+    "budget",
+    *(f"training.{k}" for k in _TRAINING),
+)
+
+
+@app.command(name="compare")
+def compare_command(
+    configs: Annotated[list[Path], typer.Argument(help="Configurations, one row each.")],
+    to: Annotated[Path, typer.Option("--out", help="Folder for all runs.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train CONFIGS at the same budget, with several seeds each. Every run is a release.
+
+    What is learnt, for how long and at what price must be the same in all of them: data, features,
+    model, trainable, budget, epochs, batch size. Their output sections are not used. DP-SGD is
+    added if it is not there, and so are public data only and a warm start where there are public
+    labels. Runs that were interrupted go on when the command is given again.
+    """
+    settings = _comparable(configs)
+    from dpspan.app.comparison import compare, verdicts
+
+    task, contenders = _task(settings, to)
+    seed = next(iter(settings.values())).training.seed
+    comparison = compare(
+        task,
+        contenders,
+        out=to,
+        seeds=range(seed, seed + seeds),
+        jobs=jobs,
+        console=None if as_json or quiet else console(stderr=True),
+    )
+    comparison.plot(to / "comparison.png")
+    said = [f"• {sentence}" for sentence in verdicts(comparison)]
+    note = f"Runs, comparison.json and comparison.png are in {to}. Next: dpspan report {to}"
+    answer(comparison.to_dict(), comparison, *said, as_json=as_json, quiet=quiet, note=note)
+
+
+def _comparable(paths: list[Path]) -> dict[str, Config]:
+    """The configurations by the names of their rows; refused before anything is opened."""
+    from dpspan.app.config import load_config
+
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Expected configurations with different file names, which are the names of the rows, "
+            f"got {', '.join(names)}: rename one."
+        )
+    settings = {path.stem: load_config(path) for path in paths}
+    first = next(iter(settings.values()))
+    for name, config in settings.items():
+        for key in _SHARED:
+            value = operator.attrgetter(key)
+            if value(config) != value(first):
+                raise ValueError(
+                    f"Expected the same `{key}` in all configurations, got another one in {name}: "
+                    "a comparison is of methods, at one price."
+                )
+    if len({c.choose for c in settings.values() if c.choose is not None}) > 1:
+        raise ValueError("Expected one `choose` section: rows that choose share what they chose.")
+    if first.data.test is None:
+        raise ValueError("Expected data.test: a comparison measures models on it.")
+    if first.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    return settings
+
+
+def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]:
+    """A frozen layer is learnt, and a choice among public data is made, once for the folder."""
+    from dpspan.app.comparison import locked, remove_summary
+    from dpspan.app.config.sections import DPSGDSection
+    from dpspan.app.run.folder import RunFolder, is_comparison, read_json
+    from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
+
+    folder, first = RunFolder(to), next(iter(settings.values()))
+    chooser = next((config for config in settings.values() if config.choose is not None), None)
+    chosen, paid = None, None
+    with locked(to):
+        if folder.choice.exists():
+            folder.refuse_lost_ledger()
+        begun = is_comparison(to) or folder.features.exists()
+        kept = folder.kept_features(wanted=begun and first.features is not None)
+        parts = make_parts(first, features=kept)
+        if parts.layer is not None and kept is None:
+            parts.layer.save(folder.features)
+        if chooser is not None:
+            if not folder.choice.exists():
+                remove_summary(to)
+            chosen = chosen_public(chooser, parts, folder)["chosen"]
+            paid = read_json(folder.ledger)
+    private, test = parts.private, parts.test
+    assert test is not None
+    records = first.data.records or len(private.dataset)
+    contenders = [
+        contender_of(name, config, parts.public, records=records, chosen=chosen, paid=paid)
+        for name, config in settings.items()
+    ]
+    starts = [c.warm_start for c in contenders if c.warm_start is not None]
+    starts += [dpspan.WarmStart(data=data) for data in parts.public.values() if data.labelled]
+    if not any(isinstance(contender.method, dpspan.DPSGD) for contender in contenders):
+        section = DPSGDSection(clip=first.method.clip, clipping=first.method.clipping)
+        method = section.build(None, steps=1)
+        like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
+        contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
+    start = next(iter(starts), None)
+    return task_of(first, private, private.dataset, test.dataset, warm_start=start), contenders
+
+
+@app.command(name="advise")
+def advise_command(
+    config: Annotated[Path, typer.Argument(help="The configuration of the run to be.")],
+    records: Annotated[
+        int | None, typer.Option(help="Number of private records, if data.records does not say it.")
+    ] = None,
+    public: Annotated[
+        str | None, typer.Option(help="Which of data.public the run would use, if not CONFIG's.")
+    ] = None,
+    stand_in: Annotated[
+        str | None, typer.Option(help="Which of data.public plays the private data.")
+    ] = None,
+    folds: Annotated[int, typer.Option(min=3, help="Ways to cut the stand-in.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Rehearse on public data what CONFIG would do, and recommend a method. Costs no privacy.
+
+    The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
+    schedule, with learning rates around its own.
+    """
+    settings, records = _advisable(config, records)
+    from torch.utils.data import Dataset
+
+    from dpspan.accounting.events import pure_event
+    from dpspan.app.advice import RATES, advise, default_contenders
+    from dpspan.app.data import load
+    from dpspan.app.run.from_config import contender_of, task_of
+
+    classes = settings.data.classes
+    loaded = {name: load(each, classes=classes) for name, each in settings.data.public.items()}
+    data = {name: dpspan.PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
+    start = None if settings.warm_start is None else settings.warm_start.public
+    used = public or getattr(settings.method, "public", None) or start or next(iter(data))
+    for name in (used, *([] if stand_in is None else [stand_in])):
+        if name not in data:
+            raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
+    paid = None
+    if settings.choose is not None:  # the record of what it will cost
+        ledger = dpspan.Ledger()
+        ledger.charge(pure_event(settings.choose.epsilon))
+        paid = ledger.state_dict()
+    own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
+    none: Dataset[Any] = Dataset()  # in place of private records: neither read nor counted
+    warm: dict[str, Any] = {"public": data[used], "warm_start": own.warm_start}
+    task = task_of(settings, loaded[used], none, none, **warm)
+    shared: dict[str, Any] = {"optimizer": own.optimizer, "schedule": own.schedule}
+    others = [
+        dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)
+        for c in default_contenders(task)
+    ]
+    assert own.learning_rate is not None
+    advice = advise(
+        task,
+        [own, *others],
+        records=records,
+        stand_in=None if stand_in is None else data[stand_in],
+        rates=[own.learning_rate * rate / RATES[len(RATES) // 2] for rate in RATES],
+        folds=folds,
+        jobs=jobs,
+        console=None if as_json or quiet else console(stderr=True),
+    )
+    if settings.choose is not None:
+        note = f"The private choice may fall on other public data than “{used}”, used here."
+        advice = dataclasses.replace(advice, notes=(*advice.notes, note))
+    answer(dataclasses.asdict(advice), advice, as_json=as_json)
+
+
+def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
+    """The configuration, and about how many records it is for."""
+    from dpspan.app.config import load_config
+
+    settings = load_config(path)
+    if settings.features is not None:
+        raise ValueError(
+            "`dpspan advise` does not know the `features` section. Leave it out to compare methods "
+            "on the images themselves."
+        )
+    records = records or settings.data.records
+    if records is None:
+        raise ValueError(
+            "Expected data.records or --records, about how many private records there are: the "
+            "private data are not opened to count them."
+        )
+    if not settings.data.public:
+        raise ValueError("Expected data.public: advice is found on labelled public data.")
+    if settings.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    return settings, records
+
+
+@app.command(name="demo")
+def demo_command(
+    to: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    jobs: Annotated[int | None, typer.Option(help="Runs at a time.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What public data is worth, on real digits, in a few minutes. Nothing is downloaded."""
+    from dpspan.app.demo import run as run_demo
+
+    tour = console(stderr=as_json or quiet, quiet=quiet)
+    comparison = run_demo(to, tour, seeds=seeds, jobs=jobs)
+    if as_json or quiet:
+        answer(comparison.to_dict(), comparison, as_json=as_json)

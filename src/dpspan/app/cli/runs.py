@@ -1,0 +1,227 @@
+"""Commands about one run: `dpspan train`, `choose`, `audit` and `report`."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, console, say
+from dpspan.support.strict_json import plain
+
+if TYPE_CHECKING:
+    from dpspan.app.run import Progress, Result
+
+_AUDITED = "unprivate: an audit (membership inference) of the model was made on private records"
+_EARLY = {
+    "budget spent": "as steps that an interruption lost had to be paid for",
+    "diverged": "as the weights grew without bound: lower the learning rate",
+}
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A configuration; `dpspan init` writes one.")],
+    resume: Annotated[bool, typer.Option(help="Go on from the folder's checkpoint.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model privately, as CONFIG says."""
+    from dpspan.app.config import load_config
+
+    load_config(config)  # what is wrong with it is said before anything slow is imported
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from dpspan.app.run import train as run_training
+
+    epoch = TextColumn("epoch {task.fields[epoch]}")
+    spent = TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}")
+    columns = (epoch, BarColumn(), MofNCompleteColumn(), spent, TimeRemainingColumn())
+    bar = Bar(*columns, console=console(stderr=True), disable=as_json or quiet)
+    task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
+    stopper = _Stopper()
+
+    def watch(progress: Progress) -> None:
+        stopper.armed = True
+        bar.start()  # only now: whatever is wrong with the configuration has been said
+        bar.update(
+            task,
+            total=progress.steps,
+            completed=progress.step,
+            epoch=f"{min(progress.epoch + 1, progress.epochs)}/{progress.epochs}",
+            epsilon=f"{progress.epsilon:.3f}",
+            accuracy=_accuracy(progress),
+        )
+
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, stopper.handle))
+        stack.callback(lambda: bar.stop() if bar.live.is_started else None)
+        result = run_training(config, resume=resume, watch=watch, stop=stopper)
+    answer(result.describe(), as_json=as_json, note=_summary(result, config))
+    if result.status == "stopped":
+        raise typer.Exit(130)
+
+
+def _accuracy(progress: Progress) -> str:
+    accuracy = (progress.metrics or {}).get("test_accuracy")
+    return "" if accuracy is None else f", test accuracy {accuracy:.1%}"
+
+
+def _summary(result: Result, config: Path) -> str:
+    taken = f"{result.step} of {result.steps} steps"
+    if result.status == "stopped":
+        return (
+            f"Stopped after {taken}; the checkpoint is saved. Go on with: dpspan train {config} "
+            "--resume"
+        )
+    why = _EARLY.get(result.status)
+    early = f" It ended after {taken}, {why}." if why else ""
+    return (
+        f"Done: ε = {result.epsilon:.4f} at δ = {result.delta:g}{_accuracy(result)}.{early} Model, "
+        f"metrics and certificate are in {result.folder}."
+    )
+
+
+class _Stopper:
+    """Asked after each step whether a signal has come."""
+
+    armed = False  # before the first step there is nothing to save
+    _asked = False
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def handle(self, number: int, _: Any) -> None:
+        """The first signal asks to stop, the second does not ask."""
+        if self._asked or not self.armed:
+            raise KeyboardInterrupt
+        self._asked = True
+        say("Stopping after this step. Press Ctrl-C again to stop at once.")
+
+
+@app.command(name="choose")
+def choose_command(
+    config: Annotated[Path, typer.Argument(help="A configuration with data.public.")],
+    unprivate_rank: Annotated[
+        bool,
+        typer.Option("--unprivate-rank", help="Show a table instead. It is NOT private."),
+    ] = False,
+    rank: Annotated[int, typer.Option(help="Directions to compare in the table.")] = 16,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose among the public data of CONFIG, privately, as its `choose` section says.
+
+    The choice is kept in the output folder, and the run that trains there pays for it. That a table
+    was looked at instead is kept there too: the certificate and the report will say so.
+    """
+    from dpspan.app.config import load_config
+
+    settings = load_config(config)
+    if unprivate_rank and not settings.data.public:
+        raise ValueError("There is nothing to rank: name datasets under data.public.")
+    if settings.choose is None and not unprivate_rank:
+        raise ValueError(
+            f"{config} has no `choose` section. Add one, such as `choose: {{epsilon: 0.1}}`, or "
+            "look at a table by --unprivate-rank, which is not private."
+        )
+    from dpspan.app.run import RunFolder
+    from dpspan.app.run.from_config import chosen_public, make_parts
+
+    folder = RunFolder(settings.output.folder)
+    if unprivate_rank:
+        from torch import nn
+
+        from dpspan.choose.gsd import LOOKED_AT, rank_public
+
+        parts = make_parts(settings)
+        with folder.locked():
+            folder.warn(LOOKED_AT)  # on record before anybody sees the table
+        data, seed = (parts.private.tensors, parts.public), settings.training.seed
+        ranking = rank_public(parts.model, nn.CrossEntropyLoss(), *data, rank=rank, seed=seed)
+        answer(ranking.to_dict(), ranking, as_json=as_json)
+        return
+    with folder.locked():
+        folder.refuse_lost_ledger()
+        choice = chosen_public(settings, make_parts(settings), folder)
+    made = f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}"
+    note = f"{choice['note']} `dpspan train {config}` uses it, and pays for it."
+    answer(choice, made, as_json=as_json, quiet=quiet, note=note)
+
+
+@app.command(name="audit")
+def audit_command(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Can the members of RUN's training data be told by their loss? The answer is NOT private.
+
+    It is kept in audit.json, and RUN's certificate and reports will say that it was asked for.
+    """
+    check_exists(run)
+    from dpspan.app.config import load_config
+    from dpspan.app.run import RunFolder
+    from dpspan.app.run.from_config import load_weights, make_parts
+    from dpspan.audit import membership_inference
+
+    folder = RunFolder(run)
+    if not folder.model.exists():
+        raise FileNotFoundError(f"{run} holds no finished run: there is no {folder.model.name}.")
+    if folder.run.exists() and not folder.config.exists():
+        raise ValueError(
+            f"{run} is a run of a comparison, which leaves no {folder.config.name} to find its "
+            "records by. Audit what `dpspan train` makes of that configuration: one more release."
+        )
+    settings = load_config(folder.config)
+    kept = folder.kept_features(wanted=settings.features is not None)
+    parts = make_parts(settings, features=kept)
+    if parts.test is None:
+        raise ValueError(
+            "The attack compares private records with others of the same kind: name such data "
+            f"under data.test of {folder.config}."
+        )
+    load_weights(parts.model, folder.model)
+    result = membership_inference(
+        parts.model, parts.private.tensors, parts.test.tensors, seed=settings.training.seed
+    )
+    outcome = {f"unprivate_{name}": value for name, value in asdict(result).items()}
+    with folder.locked():
+        folder.warn(_AUDITED)  # on record before anybody sees the outcome
+        folder.write_json(folder.audit, plain(outcome))
+    low, high = result.confidence
+    found = (
+        f"NOT PRIVATE, for your eyes only: the attack tells {result.success_rate:.1%} right "
+        f"(95 % interval {low:.1%} to {high:.1%}; guessing gives 50 %), AUC {result.auc:.3f}. A "
+        "high rate proves a leak; a rate near 50 % proves nothing, as better attacks may succeed."
+    )
+    note = f"{folder.audit} holds this, and must not be published; the certificate mentions it."
+    answer({"private": False, **outcome}, found, as_json=as_json, quiet=quiet, note=note)
+
+
+@app.command(name="report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    to: Annotated[
+        Path | None, typer.Option("--out", help="The page; report.html in the first folder.")
+    ] = None,
+    include_unprivate: Annotated[
+        bool,
+        typer.Option("--include-unprivate", help="Show what is not private; never publish it."),
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a page about RUNS, to show to others."""
+    for run in runs:
+        check_exists(run)
+    from dpspan.app.report import render
+
+    path = render(runs, to or runs[0] / "report.html", include_unprivate)
+    answer({"report": str(path)}, as_json=as_json, quiet=quiet, note=f"Wrote {path}.")

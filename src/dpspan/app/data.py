@@ -1,0 +1,491 @@
+"""Data from files: npz, IDX, image folders, CSV, Parquet and Hugging Face datasets on disk.
+
+Nothing is learnt from the data on the way in: pixels are divided by 255, and whatever else inputs
+are shifted and scaled by is a constant that the user gives. A mean of private data is not public.
+Errors show no value of a file, nor the words of a library that may quote one.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import itertools
+import math
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from pydantic import Field
+
+from dpspan.app.section import Count, File, Numbers, Positive, Section, Texts
+from dpspan.support.checks import check_count, expect, near
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import TensorDataset
+
+Array = np.ndarray[Any, Any]
+Classes = int | tuple[str, ...]  # how many, or their names in order
+Layout = Literal["as_is", "add_channel", "channels_last"]
+Raw = tuple[Array, Array | None, Layout | None]  # inputs, labels (numbers or texts), and layout
+
+_PIECE = 2048  # samples fingerprinted at a time
+_IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+
+
+class Source(Section):
+    """A file or folder of samples.
+
+    Inputs become (x / scale − mean) / std, of constants given here: numbers, or one per channel or
+    column. Without `scale`, pixels (whole numbers of 8 bits) are divided by 255, all else by 1.
+    """
+
+    path: File
+    scale: Positive | None = None
+    mean: float | Numbers = 0.0
+    std: float | Numbers = 1.0
+
+    @property
+    def records(self) -> tuple[object, ...]:
+        """Where the records are: sources that agree in this read the same ones."""
+        return (self.path.resolve(),)
+
+    @abstractmethod
+    def read(self, classes: Classes) -> Raw:
+        """The arrays; without a layout, images without channels get one, all else stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was read: the samples, and what a model has to know to take them."""
+
+    dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
+    classes: int
+    raw: tuple[bytes, ...] = field(repr=False)  # fingerprints of the inputs before scaling
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.dataset.tensors
+
+    @property
+    def labelled(self) -> bool:
+        return len(self.tensors) > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample's inputs."""
+        return tuple(self.tensors[0].shape[1:])
+
+    def copies_of(self, other: Loaded) -> list[int]:
+        """Which samples copy one of the other's, whatever their labels, in the files or scaled.
+
+        Sources of one file may be scaled differently, and a file may hold another one scaled.
+        """
+        raw, scaled = set(other.raw), set(other._scaled)
+        pairs = zip(self.raw, self._scaled, strict=True)
+        return [i for i, (one, two) in enumerate(pairs) if one in raw or two in scaled]
+
+    @cached_property
+    def _scaled(self) -> tuple[bytes, ...]:
+        return _fingerprints(self.tensors[0])
+
+
+def _fingerprints(inputs: Tensor) -> tuple[bytes, ...]:
+    """One hash a sample; whole numbers and floats of the same value are the same."""
+    from dpspan.public.overlap import fingerprints
+
+    return tuple(print_ for piece in inputs.split(_PIECE) for print_ in fingerprints(piece.float()))
+
+
+def load(source: Source, *, classes: Classes) -> Loaded:
+    """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
+
+    The number of classes is given, not counted: which labels occur is private. Errors show no value
+    of the file. They say which sample is the first bad one, and are for the operator's eyes only.
+    """
+    import torch
+    from torch.utils.data import TensorDataset
+
+    count = check_count("classes", classes if isinstance(classes, int) else len(classes))
+    if not source.path.exists():
+        raise FileNotFoundError(
+            f"There is nothing at {source.path}. Paths are relative to the folder that dpspan is "
+            f"started in, {Path.cwd()}."
+        )
+    inputs, labels, layout = source.read(classes)
+    if inputs.dtype == object or inputs.ndim < 2 or not len(inputs):
+        raise ValueError(
+            f"Expected inputs of shape (samples, …) in {source.path}, all samples of one shape and "
+            f"at least one sample, got shape {inputs.shape} of {inputs.dtype}."
+        )
+    tokens, kind = getattr(source, "tokens", False), inputs.dtype.kind
+    if kind not in ("iu" if tokens else "buif"):
+        wanted = "whole numbers as tokens" if tokens else "numbers as inputs"
+        raise ValueError(f"Expected {wanted} in {source.path}, got {inputs.dtype}.")
+    arrays = [inputs.astype(np.int64) if tokens else _arranged(source.path, inputs, layout)]
+    raw = _fingerprints(torch.from_numpy(arrays[0]))  # now, as what follows writes to it
+    if not tokens:
+        _scale(source, arrays[0], 255.0 if inputs.dtype == np.uint8 else 1.0)
+    if labels is not None:
+        if labels.shape != (len(inputs),):
+            raise ValueError(
+                f"Expected one label for each of the {len(inputs)} samples in {source.path}, got "
+                f"labels of shape {labels.shape}."
+            )
+        arrays.append(_class_numbers(source.path, labels, classes, count))
+    dataset = TensorDataset(*map(torch.from_numpy, arrays))
+    return Loaded(dataset=dataset, classes=count, raw=raw)
+
+
+def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
+    if layout == "channels_last":
+        inputs = np.moveaxis(inputs, -1, 1)
+    elif layout == "add_channel" or (not layout and inputs.dtype == np.uint8 and inputs.ndim == 3):
+        inputs = inputs[:, None]
+    arranged = np.array(inputs, dtype=np.float32, order="C")
+    bad = np.flatnonzero(~np.isfinite(arranged).reshape(len(arranged), -1).all(1))
+    if len(bad):
+        raise ValueError(
+            f"{len(bad)} samples in {path} hold NaN or infinity (the first is sample {bad[0]}). "
+            "Fill the gaps with a constant that does not depend on the data, or leave these "
+            "samples out."
+        )
+    return arranged
+
+
+def _scale(source: Source, inputs: Array, usual: float) -> None:
+    """In place."""
+    positive = bool(np.all(np.asarray(source.std, dtype=np.float32) > 0))
+    expect(positive, f"std > 0 for {source.path}", source.std)
+    inputs /= source.scale or usual
+    for name, apply in (("mean", np.subtract), ("std", np.divide)):
+        numbers = np.asarray(getattr(source, name), dtype=np.float32)
+        if numbers.ndim and len(numbers) != inputs.shape[1]:
+            raise ValueError(
+                f"Expected {name} to be one number, or {inputs.shape[1]} for the channels or "
+                f"columns of {source.path}, got {len(numbers)}."
+            )
+        apply(inputs, numbers.reshape(-1, *[1] * (inputs.ndim - 2)), out=inputs)
+
+
+def _class_numbers(path: Path, labels: Array, classes: Classes, count: int) -> Array:
+    expected, cure = f"from 0 to {count - 1}", "Correct `classes`, or renumber the labels"
+    kind = labels.dtype.kind
+    # 1.0 is whole: tables with gaps have it.
+    if kind in "biu" or (kind == "f" and np.array_equal(labels, np.floor(labels))):
+        numbers = labels.astype(np.int64)
+    elif isinstance(classes, int):  # texts that spell numbers
+        texts = (str(label).strip() for label in labels)
+        numbers = np.array([int(text) if text.isdecimal() else -1 for text in texts])
+        if -1 in numbers:
+            cure = "List the names of the classes in `classes`"
+    else:
+        known = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([known.get(str(label), -1) for label in labels])
+        expected, cure = f"out of {list(classes)}", "Add it to `classes`, or correct the label"
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
+    if len(wrong):
+        raise ValueError(
+            f"Expected labels {expected} in {path}, got another at sample {wrong[0]}. {cure}."
+        )
+    return numbers
+
+
+@contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """Whatever goes wrong, as a sentence about the file."""
+    try:
+        yield
+    except Exception as error:  # of zip files, of numpy, of the many readers behind a format
+        if not path.exists():
+            raise FileNotFoundError(f"There is nothing at {path}.") from None
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        if isinstance(error, UnicodeDecodeError):
+            reason = "its text is not in UTF-8. Save it in that encoding"
+        raise ValueError(f"{path} is not a readable {kind}: {reason}.") from None
+
+
+def check_names(
+    path: Path, kind: str, wanted: Collection[str | None], found: Sequence[str], cure: str = ""
+) -> None:
+    """Refuse names that are not there. Those that are stay unsaid: a first line may be a record."""
+    for name in wanted:
+        if name is not None and list(found).count(name) != 1:
+            how = f"two {kind}s" if name in found else f"no {kind}"
+            hint = "" if name in found else near(name, found)
+            raise ValueError(f"{path} has {how} '{name}' among its {len(found)}{hint}.{cure}")
+
+
+def optional(module: str, what: str, extra: str) -> Any:
+    """The module, or ModuleNotFoundError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        needed = f"the package {module.partition('.')[0]}: pip install 'dpspan[{extra}]'"
+        raise ModuleNotFoundError(f"{what} need {needed}.") from error
+
+
+class Npz(Source):
+    """An npz file; `inputs` and `labels` are the names of its arrays.
+
+    `tokens` keeps whole numbers as they are, for models that begin with an embedding.
+    """
+
+    format: Literal["npz"] = "npz"
+    inputs: str = "x"
+    labels: str | None = "y"
+    layout: Layout | None = None
+    tokens: bool = False
+
+    @property
+    def records(self) -> tuple[object, ...]:
+        return *super().records, self.inputs  # other arrays of the file are other records
+
+    def read(self, classes: Classes) -> Raw:
+        cure = " Name them as `inputs` and `labels` (labels: null if there are none)."
+        there = array_names(self.path)
+        check_names(self.path, "array", (self.inputs, self.labels), there, cure)
+        with reading(self.path, "npz file"), np.load(self.path, allow_pickle=False) as file:
+            labels = None if self.labels is None else file[self.labels]
+            return file[self.inputs], labels, self.layout
+
+
+def array_names(path: Path) -> list[str]:
+    """What the arrays of an npz file are called."""
+    with reading(path, "npz file"), np.load(path, allow_pickle=False) as file:
+        return list(file.files)
+
+
+class Idx(Source):
+    """Images and labels in two IDX files, as MNIST has them, compressed by gzip or not."""
+
+    format: Literal["idx"] = "idx"
+    labels: File | None = None
+
+    def read(self, classes: Classes) -> Raw:
+        return read_idx(self.path), read_idx(self.labels) if self.labels else None, None
+
+
+def read_idx(path: Path) -> Array:
+    """The array in an IDX file: two zero bytes, a type, the dimensions, the numbers."""
+    with reading(path, "IDX file"):
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_TYPES:
+        raise ValueError(f"{path} is not an IDX file: it does not begin as one.")
+    kind, dimensions = np.dtype(_IDX_TYPES[content[2]]), content[3]
+    start = 4 + 4 * dimensions
+    shape = tuple(int(n) for n in np.frombuffer(content[4:start], dtype=">u4"))
+    if len(shape) != dimensions or len(content) - start != math.prod(shape) * kind.itemsize:
+        raise ValueError(
+            f"{path} is not a complete IDX file: what follows its header is not as long as that "
+            "says."
+        )
+    return np.frombuffer(content, kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))
+
+
+class ImageFolder(Source):
+    """Images as `path/class/name.png`, or without `labelled` anywhere below `path`.
+
+    Classes are numbered as they are named in the configuration, or by the alphabet. All images
+    must have one size, or are resized to `size` (height, width). All of them are held in memory.
+    """
+
+    format: Literal["images"] = "images"
+    channels: Literal[1, 3] = 3
+    size: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    labelled: bool = True
+
+    def read(self, classes: Classes) -> Raw:
+        if not self.path.is_dir():
+            raise ValueError(f"Expected a folder of images at {self.path}, got a file.")
+        found = [
+            (file, number)
+            for number, name in enumerate(self._class_names(classes) if self.labelled else [""])
+            for file in sorted((self.path / name).rglob("*"))
+            if file.suffix.lower() in _ENDINGS
+        ]
+        if not found:
+            known = ", ".join(sorted(_ENDINGS))
+            raise ValueError(f"There are no images in {self.path}. Known endings: {known}.")
+        pixels = [self._pixels(number, file) for number, (file, _) in enumerate(found, 1)]
+        if len({image.shape for image in pixels}) > 1:
+            raise ValueError(
+                f"Expected images of one size in {self.path}, got several. Set `size: [height, "
+                "width]` to resize them."
+            )
+        labels = np.array([label for _, label in found]) if self.labelled else None
+        return np.stack(pixels), labels, "channels_last"
+
+    def _pixels(self, number: int, file: Path) -> Array:
+        try:
+            with Image.open(file) as image:
+                converted = image.convert("L" if self.channels == 1 else "RGB")
+        except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise ValueError(  # its name may be somebody's
+                f"Image {number} of {self.path}, in the order of paths, cannot be read "
+                f"({type(error).__name__})."
+            ) from None
+        if self.size is not None:
+            converted = converted.resize(self.size[::-1], Image.Resampling.BILINEAR)
+        array = np.asarray(converted, dtype=np.uint8)
+        return array.reshape(*array.shape[:2], self.channels)
+
+    def _class_names(self, classes: Classes) -> list[str]:
+        """The subfolders. Each class must have one, even if it is empty: or numbers shift."""
+        folders = [path.name for path in self.path.iterdir() if path.is_dir()]
+        found = sorted(name for name in folders if name[0] != ".")
+        expected = found if isinstance(classes, int) else list(classes)
+        count = classes if isinstance(classes, int) else len(classes)
+        if set(found) - set(expected) or len(expected) != count:
+            raise ValueError(
+                f"Expected one folder for each of the {count} classes in {self.path}, got "
+                f"{len(found)}. List the names of the folders in `classes`, in order."
+            )
+        return expected
+
+
+class Table(Source):
+    """Columns of numbers, and of texts out of a list that is known in advance.
+
+    `categories` gives the possible texts of a column, which becomes one number (0 or 1) for each
+    of them; `mean` and `std` then count these.
+    """
+
+    inputs: Texts = Field(min_length=1)
+    label: str | None = None
+    categories: dict[str, Texts] = Field(default_factory=dict)
+
+    def read(self, classes: Classes) -> Raw:
+        strange = ", ".join(sorted(set(self.categories) - set(self.inputs)))
+        expect(not strange, f"categories of columns among inputs for {self.path}", strange)
+        names = [*self.inputs, *([] if self.label is None else [self.label])]
+        columns = self.columns(names)
+        parts = [self._part(name, columns[name]) for name in self.inputs]
+        labels = None if self.label is None else np.asarray(columns[self.label])
+        return np.concatenate(parts, axis=1), labels, None
+
+    @abstractmethod
+    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        """The values of these columns, texts or numbers; None for a gap."""
+
+    def _part(self, name: str, values: list[Any]) -> Array:
+        known = self.categories.get(name)
+        fits = [is_number(value) if known is None else str(value) in known for value in values]
+        if not all(fits):
+            expected, cure = f"one of {list(known or ())}", "Add it to `categories`"
+            if known is None:
+                expected = "numbers"
+                cure = "List its possible values under `categories`, fill gaps with a constant, or "
+                cure += "leave the column out"
+            raise ValueError(
+                f"Expected {expected} in column '{name}' of {self.path}, got something else in "
+                f"row {fits.index(False) + 1}. {cure}."
+            )
+        if known is None:
+            return np.array([float(value) for value in values], dtype=np.float32)[:, None]
+        texts = np.array([str(value) for value in values], dtype=str)
+        return np.asarray(texts[:, None] == np.array(known, dtype=str), dtype=np.float32)
+
+
+class Csv(Table):
+    """A CSV file whose first line names its columns."""
+
+    format: Literal["csv"] = "csv"
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+
+    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        (_, header), *rows = read_csv(self.path, self.delimiter)
+        check_names(self.path, "column", names, header)
+        for line, row in rows:
+            if len(row) != len(header):
+                raise ValueError(
+                    f"{self.path} is not a readable CSV file: line {line} has {len(row)} values, "
+                    f"the header {len(header)}."
+                )
+        places = {name: header.index(name) for name in names}
+        return {name: [row[place].strip() for _, row in rows] for name, place in places.items()}
+
+
+def read_csv(
+    path: Path, delimiter: str = ",", most: int | None = None
+) -> list[tuple[int, list[str]]]:
+    """Lines with their numbers, at most so many; the header, even an empty one, comes first."""
+    with reading(path, "CSV file"), path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
+        numbered = ((lines.line_num, row) for row in lines if row)
+        return list(itertools.islice(numbered, most)) or [(1, [])]
+
+
+class Parquet(Table):
+    """A Parquet file (the extra `tables`)."""
+
+    format: Literal["parquet"] = "parquet"
+
+    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        file = open_parquet(self.path)
+        check_names(self.path, "column", names, file.schema_arrow.names)
+        with reading(self.path, "Parquet file"):
+            return dict(file.read(columns=list(dict.fromkeys(names))).to_pydict())
+
+
+def open_parquet(path: Path) -> Any:
+    """pyarrow's file, of which only the schema has been read."""
+    parquet = optional("pyarrow.parquet", "Parquet files", "tables")
+    with reading(path, "Parquet file"):
+        return parquet.ParquetFile(path)
+
+
+class HuggingFace(Source):
+    """What `save_to_disk` wrote (the extra `datasets`).
+
+    One column of images, vectors or tokens, or several columns of numbers.
+    """
+
+    format: Literal["datasets"] = "datasets"
+    inputs: str | Texts = "image"
+    label: str | None = "label"
+    split: str | None = None
+    tokens: bool = False
+
+    @property
+    def records(self) -> tuple[object, ...]:
+        return *super().records, self.split  # other splits are other records
+
+    def read(self, classes: Classes) -> Raw:
+        datasets = optional("datasets", "Hugging Face datasets", "datasets")
+        with reading(self.path, "dataset of save_to_disk"):
+            opened = datasets.load_from_disk(str(self.path))
+        if isinstance(opened, datasets.DatasetDict):
+            wanted = [str(self.split)]
+            check_names(self.path, "split", wanted, list(opened), " Name one as `split`.")
+            opened = opened[self.split]
+        names = [self.inputs] if isinstance(self.inputs, str) else list(self.inputs)
+        check_names(self.path, "column", [*names, self.label], opened.column_names)
+        with reading(self.path, "dataset"):
+            rows = opened.with_format("numpy")[:]
+            columns = [np.asarray(rows[name]) for name in names]
+            labels = None if self.label is None else np.asarray(rows[self.label])
+        inputs = columns[0]
+        if len(columns) > 1 or (inputs.ndim == 1 and inputs.dtype != object):
+            inputs = np.stack(columns, axis=1)
+        is_image = isinstance(opened.features[names[0]], datasets.Image)
+        return inputs, labels, "channels_last" if is_image and inputs.ndim == 4 else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a cell of a table can be read as a number."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
