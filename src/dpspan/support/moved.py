@@ -15,7 +15,7 @@ _ROOMS = {
     "dpspan.gradients": ["capture"],
     "dpspan.mechanisms": ["carriers", "clipping", "low_rank", "noise"],
     "dpspan.model": ["per_sample", "text", "trainable", "validation"],
-    "dpspan.public": ["augmentation", "encoding", "overlap", "patches"],
+    "dpspan.public": ["augmentation", "overlap", "patches"],
     "dpspan.subspaces": ["solvers", "subspace"],
     "dpspan.support": ["errors"],
 }
@@ -28,6 +28,7 @@ MOVED = {f"dpspan.{name}": f"{room}.{name}" for room, names in _ROOMS.items() fo
     "dpspan.convex.logistic_regression": "dpspan.convex.estimators",
     "dpspan.convex.oracles": "dpspan.convex.subspaces",
     "dpspan.convex.schedules": "dpspan.convex.fitting",
+    "dpspan.encoding": "dpspan.public.patches",
     "dpspan.mechanisms.in_subspace": "dpspan.mechanisms.subspace_method",
     "dpspan.mixing": "dpspan.mechanisms.mirror",
     "dpspan.models": "dpspan.model.networks",
