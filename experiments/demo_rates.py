@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
-from dpspan.accounting.epsilon import Budget
+from dpspan.accounting.promises import Budget
 from dpspan.app.advice import Advice, advise
 from dpspan.app.comparison import Task
 from dpspan.app.demo import (

@@ -27,8 +27,8 @@ from pydantic_core import PydanticCustomError
 from scipy import optimize, special
 
 from dpspan.accounting.calibration import calibrate_event
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from dpspan.app.section import Count, Counts, Numbers, Section, Texts
 from dpspan.convex import (
     FromNoisyGradients,

@@ -3,8 +3,8 @@
 from . import convex as convex
 from .accounting.calibration import calibrate as calibrate
 from .accounting.certificate import write_certificate as write_certificate
-from .accounting.epsilon import Budget as Budget
 from .accounting.ledger import Ledger as Ledger
+from .accounting.promises import Budget as Budget
 from .app.advice import advise as advise
 from .app.comparison import Contender as Contender
 from .app.comparison import Task as Task

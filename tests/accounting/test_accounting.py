@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpspan.accounting.calibration import calibrate, calibrate_event
-from dpspan.accounting.epsilon import Budget, account, pld_epsilon, pld_interval
+from dpspan.accounting.epsilon import account, pld_epsilon, pld_interval
 from dpspan.accounting.events import step_event
+from dpspan.accounting.promises import Budget
 from dpspan.support.errors import BudgetExceeded
 
 DELTA = 1e-5

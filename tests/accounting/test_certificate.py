@@ -14,9 +14,9 @@ from dp_accounting import dp_event, pld
 from dp_accounting.dp_event import GaussianDpEvent
 
 from dpspan.accounting.certificate import certificate, write_certificate
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.events import event_from_json, step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 
 DELTA = 1e-5
 TRAINING = {"method": {"name": "DP-SGD", "clip": 1.0}, "sampling": "Poisson, q = 0.025"}

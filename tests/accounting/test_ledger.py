@@ -14,9 +14,9 @@ from dp_accounting import dp_event, rdp
 from dp_accounting.dp_event import GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent
 
 from dpspan.accounting.calibration import calibrate
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.events import pure_event, step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from dpspan.support.errors import BudgetExceeded, DPSpanError
 
 DELTA = 1e-5

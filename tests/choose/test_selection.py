@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.accounting.calibration import calibrate
-from dpspan.accounting.epsilon import Budget, pld_epsilon, pld_interval, renyi
+from dpspan.accounting.epsilon import pld_epsilon, pld_interval, renyi
 from dpspan.accounting.events import event_from_json, event_to_json, pure_event, step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from dpspan.choose import selection
 from dpspan.choose.picking import MECHANISMS, coin, pick, probability_of_best
 from dpspan.choose.probe import Probe, principal_subspace

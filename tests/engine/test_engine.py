@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import dpspan
 from dpspan import DPSGD, BudgetExceeded, CaptureError, PrivacyEngine
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from helpers.traces import traces
 from helpers.training import N, data, network, private_with_epsilon, setup, train, weights
 

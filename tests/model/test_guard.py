@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import dpspan
 from dpspan import CaptureError, PrivacyEngine
-from dpspan.accounting.epsilon import Budget
+from dpspan.accounting.promises import Budget
 from helpers.training import data, private_with_epsilon, setup, train, weights
 
 

@@ -4,5 +4,5 @@ import lazy_loader
 
 # As in 0.1, where this room was a module.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={"epsilon": ["Budget"], "calibration": ["calibrate"]}
+    __name__, submod_attrs={"promises": ["Budget"], "calibration": ["calibrate"]}
 )

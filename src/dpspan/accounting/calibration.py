@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dp_accounting.dp_event import DpEvent
 from scipy.optimize import brentq
 
-from dpspan.accounting.epsilon import Budget, account, check_accountant, rough_epsilon
+from dpspan.accounting.epsilon import account, check_accountant, rough_epsilon
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from dpspan.accounting.releases import Releases, added
 from dpspan.support.checks import check_count
 from dpspan.support.errors import BudgetExceeded

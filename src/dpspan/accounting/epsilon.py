@@ -13,33 +13,11 @@ from dp_accounting import pld, rdp
 from dp_accounting.dp_event import DiscreteLaplaceDpEvent, DpEvent
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from dpspan.accounting.promises import check_promised_delta
 from dpspan.accounting.releases import Releases, added
-from dpspan.support.checks import check_positive, expect
+from dpspan.support.checks import expect
 
 # Whole orders only: quick, quiet, and close enough to start a search or to size a grid.
 ROUGH_ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """The (ε, δ) that a run may spend.
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.Budget(epsilon=3.0, delta=1e-5)
-        Budget(epsilon=3.0, delta=1e-05)
-        >>> dpspan.Budget(epsilon=-1.0, delta=1e-5)
-        Traceback (most recent call last):
-        ValueError: Expected target_epsilon > 0 and finite, got -1.0.
-    """
-
-    epsilon: float
-    delta: float
-
-    def __post_init__(self) -> None:
-        check_positive("target_epsilon", self.epsilon)
-        check_promised_delta("target_delta", self.delta)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from scipy.optimize import brentq
 
 from dpspan.accounting.epsilon import (
-    Budget,
     Spending,
     account,
     check_accountant,
@@ -25,6 +24,7 @@ from dpspan.accounting.epsilon import (
     rough_epsilon,
 )
 from dpspan.accounting.events import event_from_json, event_to_json
+from dpspan.accounting.promises import Budget
 from dpspan.accounting.releases import Releases, added, beyond, releases_from_json, releases_to_json
 from dpspan.support.checks import check_count, check_delta, expect
 from dpspan.support.errors import BudgetExceeded

@@ -1,4 +1,4 @@
-"""Which (ε, δ) is hardly a promise and which is none: one answer wherever one is asked for.
+"""What a run may promise, and which (ε, δ) is hardly a promise and which is none: one answer wherever one is asked for.
 
 What decides is public: thresholds, and the number of records only where that is public too.
 """
@@ -6,15 +6,37 @@ What decides is public: thresholds, and the number of records only where that is
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
-from dpspan.support.checks import check_delta, expect
+from dpspan.support.checks import check_delta, check_positive, expect
 
 # Publishing each record with probability δ, as it is, keeps the promise (0, δ). From a tenth on no
 # number of records makes that a promise, so it is refused. Above a thousandth it is one only for
 # data so small that nothing could be learnt from them, so it is said.
 LARGEST_DELTA, LARGE_DELTA = 0.1, 1e-3
 LARGE_EPSILON = 10.0  # above, guesses who took part may be right 99.995 % of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The (ε, δ) that a run may spend.
+
+    Examples:
+        >>> import dpspan
+        >>> dpspan.Budget(epsilon=3.0, delta=1e-5)
+        Budget(epsilon=3.0, delta=1e-05)
+        >>> dpspan.Budget(epsilon=-1.0, delta=1e-5)
+        Traceback (most recent call last):
+        ValueError: Expected target_epsilon > 0 and finite, got -1.0.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        check_positive("target_epsilon", self.epsilon)
+        check_promised_delta("target_delta", self.delta)
 
 
 def check_promised_delta(name: str, value: Any) -> float:

@@ -20,7 +20,8 @@ from rich.table import Table
 from scipy import stats
 from torch.utils.data import Dataset, TensorDataset
 
-from dpspan.accounting.epsilon import Budget, account
+from dpspan.accounting.epsilon import account
+from dpspan.accounting.promises import Budget
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
 from dpspan.app.run.training import Contender, Spent, Task, calibrated, rehearse, with_baselines

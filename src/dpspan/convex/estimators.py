@@ -19,9 +19,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
-from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses, weaknesses
+from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.fitting import (
     ClipSchedule,
     Fit,

@@ -15,16 +15,14 @@ from torch.utils.data import DataLoader
 
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, write_certificate
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
-from dpspan.accounting.promises import warn_of_weaknesses, weaknesses
+from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, admit_public, check_parts
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.plan import Plan, plan_run, plan_sampling, without_retired_options
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method, Setting
-from dpspan.mechanisms.noise import Noise
 from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
 
@@ -186,7 +184,7 @@ class PrivacyEngine:
             criterion=criterion,
             mechanism=mechanism,
             ledger=self.ledger,
-            noise=Noise(None if self._seed is None else self._seed + 1),
+            seed=self._seed,
             warn=self._warn,
         )
         return module, optimizer, loader

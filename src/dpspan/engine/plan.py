@@ -10,8 +10,9 @@ from dp_accounting import DpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.epsilon import Budget, account
+from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import RECORDS_TOLD
+from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect

@@ -40,11 +40,12 @@ class PrivateRun:
         criterion: nn.Module | None,
         mechanism: Mechanism,
         ledger: Ledger,
-        noise: Noise,
+        seed: int | None,  # for debugging: such a run is not private
         warn: Callable[[str], None],
     ) -> None:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
-        self._module, self._ledger, self._noise = module, ledger, noise
+        self._module, self._ledger = module, ledger
+        self._noise = Noise(None if seed is None else seed + 1)  # not the numbers of the sampling
         self._capture = Capture(module)
         self.guard = Guard(
             module,

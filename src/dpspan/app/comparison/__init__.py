@@ -17,9 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from dpspan.accounting.certificate import certificate, write_certificate
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
-from dpspan.accounting.promises import warn_of_weaknesses
+from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json
 from dpspan.app.comparison.results import Comparison, Result, Row, ending, verdicts
 from dpspan.app.run import folder as run_folder

@@ -25,8 +25,8 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from dpspan.app.comparison import Comparison, Contender, Task, compare, locked, verdicts
 from dpspan.app.demo import data
 from dpspan.app.report import render

@@ -22,8 +22,8 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger, steps_beyond
+from dpspan.accounting.promises import Budget
 from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
 from dpspan.engine.plan import without_retired_options

@@ -21,9 +21,8 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpspan.accounting.epsilon import Budget
 from dpspan.accounting.ledger import Ledger
-from dpspan.accounting.promises import warn_of_weaknesses
+from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.sections import (
     AnyModel,

@@ -22,9 +22,10 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpspan.accounting.calibration import calibrate_event
-from dpspan.accounting.epsilon import Budget, check_accountant
+from dpspan.accounting.epsilon import check_accountant
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.mechanisms import DPSGD, Method
