@@ -1,4 +1,4 @@
-"""What a run may promise, and which (ε, δ) is hardly a promise and which is none: one answer wherever one is asked for.
+"""What a run may promise: a budget, and which (ε, δ) is hardly a promise, and which is none.
 
 What decides is public: thresholds, and the number of records only where that is public too.
 """
