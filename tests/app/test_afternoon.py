@@ -159,6 +159,7 @@ def test_training_begins_with_the_weights_given(tmp_path: Path, ending: str) -> 
         (None, r"There are no weights at .*weights\.pt"),
         (MLP(64, (8,), 10).state_dict(), "do not fit MLP"),
         (torch.ones(3), "Expected a state_dict in .*, got a Tensor"),
+        ("P17 Jane Doe", r"Expected a state_dict in [^,]*, got a str\.$"),
         (MLP(64, (), 10), "holds no weights that can be read safely"),  # a pickled module
     ],
 )

@@ -103,7 +103,7 @@ def test_one_sentence_and_no_traceback(folder: Path) -> None:
     bad = written(folder, method={"name": "dpsgd", "clip": -1.0})
     result = dpspan("train", bad, code=1)
     assert result.stderr == (
-        f"Error: {bad}:{_line(bad, 'clip')}: method.clip: Expected a value greater than 0.\n"
+        f"Error: {bad}:{_line(bad, 'clip')}: method.clip: Expected a number above 0.\n"
     )
     assert result.stdout == ""
     assert "Cannot read the configuration" in dpspan("train", "no.yaml", code=1).stderr
@@ -246,10 +246,7 @@ def test_init_asks_only_when_told_to(folder: Path) -> None:
     unknown = dpspan("init", "--data", "config.yaml", "--classes", 2, "--out", "d.yaml", code=1)
     assert "Cannot tell the format" in unknown.stderr
     arguments = ("--data", "digits.npz", "--classes", 10, "--out", "d.yaml", "--epsilon", -1)
-    assert (
-        "budget.epsilon: Expected a value greater than 0"
-        in dpspan("init", *arguments, code=1).stderr
-    )
+    assert "budget.epsilon: Expected a number above 0" in dpspan("init", *arguments, code=1).stderr
     assert not Path("d.yaml").exists()
 
 

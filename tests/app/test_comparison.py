@@ -34,7 +34,7 @@ from dpspan.app.comparison import (
     verdicts,
     with_baselines,
 )
-from dpspan.app.comparison.results import difference
+from dpspan.app.comparison.results import FORMAT, difference
 from dpspan.app.config.sections import StepsSection
 from dpspan.app.report import render
 from dpspan.app.run import RunFolder
@@ -809,3 +809,10 @@ class TestResults:
     def test_other_documents_are_refused(self) -> None:
         with pytest.raises(ValueError, match="Expected a comparison of format"):
             Comparison.from_dict({"format": "something"})
+
+
+def test_a_damaged_summary_is_not_quoted() -> None:
+    content = {"format": FORMAT, "metric": "unprivate_test_accuracy", "rows": [{"secret": 0.123}]}
+    with pytest.raises(ValueError, match="damaged") as caught:
+        Comparison.from_dict(content)
+    assert "0.123" not in str(caught.value)

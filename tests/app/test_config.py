@@ -88,24 +88,24 @@ BAD = {
     "wrong type": (
         "rank: 16",
         "rank: ten",
-        "12: method.rank: Expected a valid integer, got a text.",
+        "12: method.rank: Expected a whole number, got a text.",
     ),
     "text for a number": (
         "rank: 16",
         "rank: '16'",
-        "12: method.rank: Expected a valid integer, got a text.",
+        "12: method.rank: Expected a whole number, got a text.",
     ),
     "too small": (
         "rank: 16",
         "rank: 0",
-        "12: method.rank: Expected a value greater than or equal to 1.",
+        "12: method.rank: Expected at least 1.",
     ),
     "not whole": (
         "epochs: 3",
         "epochs: 2.5",
-        "15: training.epochs: Expected a valid integer",
+        "15: training.epochs: Expected a whole number",
     ),
-    "delta": ("1e-5", "1", "13: budget.delta: Expected a value less than 0.1"),
+    "delta": ("1e-5", "1", "13: budget.delta: Expected a number below 0.1"),
     "infinite": (
         "epsilon: 3",
         "epsilon: .inf",
@@ -121,7 +121,7 @@ BAD = {
     "no mapping": (
         "model: {name: mlp, hidden: [64]}",
         "model: mlp",
-        "8: model: Expected a valid dictionary, got a text.",
+        "8: model: Expected keys and values",
     ),
     "missing": ("  batch_size: 64\n", "", "14: training.batch_size: This key is missing"),
     "missing section": ("output: {folder: runs/x}\n", "", "1: output: This key is missing"),
@@ -134,13 +134,13 @@ BAD = {
     "truth": (
         "public: true",
         "public: yes",
-        "7: data.test_is_public: Expected a valid boolean, got a text.",
+        "7: data.test_is_public: Expected true or false, got a text.",
     ),
-    "list": ("[64]", "64", "8: model.hidden: Expected a valid list"),
+    "list": ("[64]", "64", "8: model.hidden: Expected a list"),
     "in a list": (
         "inputs: [a, b]",
         "inputs: [a, 2]",
-        "5: data.public.*.inputs.1: Expected a valid string, got a whole number.",
+        "5: data.public.*.inputs.1: Expected a text, got a whole number.",
     ),
     "one class": ("[no, yes]", "[no]", "2: data.classes: "),
     "no such public data": (
@@ -271,3 +271,13 @@ def test_features_have_the_defaults_of_the_layer() -> None:
     for key, field in PatchesSection.model_fields.items():
         if key not in ("name", "public"):
             assert field.default == original[key].default, key
+
+
+@pytest.mark.parametrize(("key", "value"), [("full_scale", 1.0), ("leftover", False)])
+def test_options_of_before_at_their_default_are_taken(key: str, value: object) -> None:
+    """Runs of 0.1 wrote down all of them."""
+    from dpspan.app.config.sections import RGPSection
+
+    assert RGPSection.model_validate({"name": "rgp", "rank": 2, key: value}).rank == 2
+    with pytest.raises(ValidationError, match="Unknown key"):
+        RGPSection.model_validate({"name": "rgp", "rank": 2, key: 0.3})

@@ -153,6 +153,19 @@ def test_parquet(tmp_path: Path) -> None:
         load(Parquet(path=path, inputs=("c",)), classes=2)
 
 
+def test_a_column_of_vectors(tmp_path: Path) -> None:
+    pyarrow = extra("pyarrow")
+    from pyarrow import parquet
+
+    path, vectors = tmp_path / "a.parquet", [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    parquet.write_table(pyarrow.table({"v": vectors, "label": [0, 1]}), path)
+    loaded = load(Parquet(path=path, inputs=("v",), label="label"), classes=2)
+    assert loaded.shape == (1, 3)
+    parquet.write_table(pyarrow.table({"v": [[1.0], [4.0, 5.0]], "label": [0, 1]}), path)
+    with pytest.raises(ValueError, match="Expected numbers in column 'v'"):
+        load(Parquet(path=path, inputs=("v",), label="label"), classes=2)
+
+
 def test_hugging_face(tmp_path: Path) -> None:
     datasets = extra("datasets")
     images = [Image.fromarray(image) for image in X]
@@ -164,7 +177,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     same(HuggingFace(path=tmp_path / "one"))
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "several")
     same(HuggingFace(path=tmp_path / "several", split="train"))
-    with pytest.raises(ValueError, match=r"no split 'None' among its 1\. Name one as `split`"):
+    with pytest.raises(ValueError, match=r"has 1 splits\. Name one as `split`"):
         load(HuggingFace(path=tmp_path / "several"), classes=10)
     with pytest.raises(ValueError, match="no column 'text'"):
         load(HuggingFace(path=tmp_path / "one", inputs="text"), classes=10)

@@ -243,3 +243,11 @@ def test_looking_is_noted_but_not_what_was_seen():
 def test_rankings_that_cannot_be(candidates, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         rank_public(network(), CE, images(9, 3), candidates, rank=2)
+
+
+def test_a_private_label_that_is_no_class_is_not_shown() -> None:
+    x, y = images(12, 1), labels(12)
+    y[3] = 777
+    with pytest.raises(ValueError, match=r"Expected labels from 0 to \d") as caught:
+        unprivate_captured_energy(network(), CE, (x, y), images(20, 2), 5)
+    assert "777" not in str(caught.value)

@@ -126,3 +126,18 @@ def test_samples_that_a_compiled_model_mixes_are_found(way: str) -> None:
     with pytest.raises(UnsupportedModule, match="mixes samples"):
         for x, _ in loader:
             call(x)
+
+
+def test_a_compiled_loss_is_checked_like_any_other() -> None:
+    torch._dynamo.reset()
+    _, model, optimizer, loader = setup(module=network())
+
+    @torch.compile(backend="eager")
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y, reduction="sum")
+
+    with pytest.raises(ValueError, match="loss_reduction is 'mean'"):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_of(x, y).backward()
+            optimizer.step()

@@ -331,15 +331,6 @@ def test_tied_weights_stay_full() -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_scaled_terms(name: str) -> None:
-    build, shape = LAYERS[name]
-    torch.manual_seed(0)
-    model, x = build().double(), torch.randn(6, *shape, dtype=F64)
-    for term in per_sample_gradients(model, losses, x).terms.values():
-        assert torch.allclose(term.scaled(0.3).rows(0, 6), 0.3 * term.rows(0, 6))
-
-
-@pytest.mark.parametrize("name", LAYERS)
 def test_a_capture_with_carriers_keeps_the_images_only(name: str) -> None:
     build, shape = LAYERS[name]
     torch.manual_seed(0)

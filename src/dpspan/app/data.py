@@ -7,6 +7,7 @@ Errors show no value of a file, nor the words of a library that may quote one.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import importlib
@@ -14,7 +15,6 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -163,8 +163,6 @@ def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
 
 def _scale(source: Source, inputs: Array, usual: float) -> None:
     """In place."""
-    positive = bool(np.all(np.asarray(source.std, dtype=np.float32) > 0))
-    expect(positive, f"std > 0 for {source.path}", source.std)
     inputs /= source.scale or usual
     for name, apply in (("mean", np.subtract), ("std", np.divide)):
         numbers = np.asarray(getattr(source, name), dtype=np.float32)
@@ -173,6 +171,8 @@ def _scale(source: Source, inputs: Array, usual: float) -> None:
                 f"Expected {name} to be one number, or {inputs.shape[1]} for the channels or "
                 f"columns of {source.path}, got {len(numbers)}."
             )
+        positive = name == "mean" or bool((numbers > 0).all())
+        expect(positive, f"std > 0 for {source.path}", source.std)
         apply(inputs, numbers.reshape(-1, *[1] * (inputs.ndim - 2)), out=inputs)
 
 
@@ -199,7 +199,7 @@ def _class_numbers(path: Path, labels: Array, classes: Classes, count: int) -> A
     return numbers
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
     """Whatever goes wrong, as a sentence about the file."""
     try:
@@ -380,6 +380,10 @@ class Table(Source):
 
     def _part(self, name: str, values: list[Any]) -> Array:
         known = self.categories.get(name)
+        vectors = known is None and isinstance(values[0], list | np.ndarray)
+        if vectors and len({np.shape(value) for value in values}) == 1:
+            with contextlib.suppress(TypeError, ValueError):
+                return np.asarray(values, dtype=np.float32)[:, None]
         fits = [is_number(value) if known is None else str(value) in known for value in values]
         if not all(fits):
             expected, cure = f"one of {list(known or ())}", "Add it to `categories`"
@@ -466,8 +470,9 @@ class HuggingFace(Source):
         with reading(self.path, "dataset of save_to_disk"):
             opened = datasets.load_from_disk(str(self.path))
         if isinstance(opened, datasets.DatasetDict):
-            wanted = [str(self.split)]
-            check_names(self.path, "split", wanted, list(opened), " Name one as `split`.")
+            if self.split is None:
+                raise ValueError(f"{self.path} has {len(opened)} splits. Name one as `split`.")
+            check_names(self.path, "split", [self.split], list(opened), " Name one as `split`.")
             opened = opened[self.split]
         names = [self.inputs] if isinstance(self.inputs, str) else list(self.inputs)
         check_names(self.path, "column", [*names, self.label], opened.column_names)

@@ -211,6 +211,32 @@ _KINDS: Mapping[type, str] = {
 }
 
 
+# Kinds of problems in our words: pydantic's name classes, and tell numbers of entries.
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_too_long": "a text of at most {max_length} characters",
+    "path_type": "a path",
+    "tuple_type": "a list, [… , …]",
+    "list_type": "a list, [… , …]",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+}
+
+
 def _sentence(problem: Mapping[str, Any]) -> str:
     """What was expected; of what was found only the kind."""
     kind, context = problem["type"], problem.get("ctx", {})
@@ -223,11 +249,9 @@ def _sentence(problem: Mapping[str, Any]) -> str:
             return f"Expected keys and values, '{key}' among them{got}."
         found = ", it is missing" if context["tag"] == "None" else ""
         return f"Expected '{key}' to be one of {context['expected_tags']}{found}."
-    # pydantic's words, without the classes and the numbers of entries that it tells.
-    words = re.sub(r"\.$| or (instance|object) .*| after validation.*", "", problem["msg"])
-    words = re.sub(r"^Input should be (?=an? )", "Expected ", words.replace("tuple", "list"))
-    words = re.sub(r"^Input should be ", "Expected a value ", words)
-    return f"{words}{got * kind.endswith('_type')}."
+    if kind in _EXPECTED:
+        return f"Expected {_EXPECTED[kind].format(**context)}{got * kind.endswith('_type')}."
+    return f"{problem['msg'].removesuffix('.')}."
 
 
 def _kind(value: Any) -> str:

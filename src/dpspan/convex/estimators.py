@@ -210,7 +210,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             "method": configuration(method),
             "loss": repr(fit.records.loss),
             "clip": configuration(fit.clip),
-            "scaling": configuration(scaling),
+            "scaling": {"name": "NoScaling"} if scaling is None else configuration(scaling),
             "row_norm": configuration(self.row_norm),
             "intercept": bool(self.fit_intercept),
             "start": self.start,

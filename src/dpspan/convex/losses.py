@@ -125,5 +125,7 @@ def required(public: Records | None, who: str, *, labels: bool = False) -> Recor
             "a public subspace, method='gd' for example."
         )
     if labels and public.targets is None:
-        raise ValueError(f"{who} needs labels: pass public=(X_pub, y_pub) to fit.")
+        raise ValueError(
+            f"{who} needs labels: pass public=(X_pub, y_pub) to fit, or take PublicFeatures."
+        )
     return public

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.moved import without_retired_options as without_retired_options
 
 _RECORDS_TOLD = (
     f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
@@ -102,21 +102,6 @@ class Plan:
         if self.budget is None:
             return "see plan.epsilon(epochs, delta)"
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
-
-
-_RETIRED = {
-    "embedding_share": 0.5,
-    "leftover": False,
-    "clean_residual": False,
-    "orthogonal": True,
-    "full_scale": 1.0,
-}
-
-
-def without_retired_options(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A description by 0.1, as today's: options that are gone, unless they were made use of."""
-    renamed = {k: "RandomCarriers()" if v == "Chance()" else v for k, v in described.items()}
-    return {k: v for k, v in renamed.items() if k not in _RETIRED or v != _RETIRED[k]}
 
 
 def plan_sampling(

@@ -241,11 +241,10 @@ def squared_norms(rows: Tensor) -> Tensor:
 def squared_norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """The same for several tensors of as many rows, (tensors, rows): in few launches."""
     flats = [full_precision(rows).flatten(1) for rows in tensors]
-    widths = [flat.shape[1] for flat in flats]
     by_block = [torch.linalg.vector_norm(_in_blocks_of_squares(flat), dim=2) for flat in flats]
     squares = torch.cat(by_block, dim=1).double().square_()
     sums = [part.sum(1) for part in squares.split([part.shape[1] for part in by_block], dim=1)]
-    return torch.stack(sums).add_(underflow(flats[0], max(widths)))
+    return torch.stack(sums).add_(max(underflow(flat, flat.shape[1]) for flat in flats))
 
 
 def _in_blocks_of_squares(flat: Tensor) -> Tensor:

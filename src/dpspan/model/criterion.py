@@ -7,6 +7,7 @@ everything else), and autograd's graph is read.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,6 +196,9 @@ class Output(Tensor):
 def tell_of_backward(outputs: Any, tell: Callable[[Tensor], None]) -> tuple[Any, list[Tensor]]:
     """The outputs with every tensor that needs a gradient replaced, and what stands behind them."""
     behind: list[Tensor] = []
+    if "torch._dynamo" in sys.modules:  # a compiled loss goes on without a graph here
+        untraced: set[type] = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", set())
+        untraced.add(Output)
 
     def one(x: Tensor) -> Tensor:
         if not x.requires_grad:

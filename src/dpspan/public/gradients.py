@@ -147,10 +147,13 @@ def _check_classes(data: Samples, outputs: Sequence[int], criterion: nn.Module) 
             continue
         wrong = ((labels < 0) | (labels >= classes)) & (labels != ignored)
         if bool(wrong.any()):
-            sample = int(indices[wrong.nonzero()[0, 0]])
+            got = ""
+            if isinstance(data, PublicData):  # of private samples nothing is shown
+                sample = int(indices[wrong.nonzero()[0, 0]])
+                got = f", got {int(labels[wrong][0])} at sample {sample}"
             raise ValueError(
-                f"Expected public labels from 0 to {classes - 1}, the model's classes, got "
-                f"{int(labels[wrong][0])} at sample {sample} of '{data.name}': renumber them as "
+                f"Expected labels from 0 to {classes - 1}, the model's classes{got} of "
+                f"'{data.name}': renumber them as "
                 "the private data has them, or leave out samples of other classes (GEP and PDPSGD "
                 "can do without labels, by public_labels='random')."
             )

@@ -143,7 +143,8 @@ class Residual:
             bound += (square.sqrt() + hidden).square()
         beside = [name for names in own if names not in anchors for name in names]
         if beside:  # the subspace has no part in these parameters: the gradient itself is left
-            untouched = self.gradients.select(beside)
+            shapes = {name: self.gradients.shapes[name] for name in beside}
+            untouched = self.gradients.derived(self.gradients.terms, shapes)  # measured in `ieee`
             value += (untouched.norms() / scale).square()
             bound += (untouched.norm_bounds() / scale).square()
         return value * scale**2, bound * scale**2

@@ -1,16 +1,17 @@
-"""Where the modules of 0.1 are now: their old paths work for one release, and say so."""
+"""What 0.1 called otherwise: old paths work for one release, and say so."""
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # What the documentation of 0.1 named, and what its pickled estimators hold; first by room
 _ROOMS = {
     "dpspan.accounting": ["certificate", "events", "ledger"],
-    "dpspan.app": ["advice", "comparison", "config", "data", "report", "run"],
+    "dpspan.app": ["advice", "cli", "comparison", "config", "data", "report", "run"],
     "dpspan.engine": ["checkpoint", "sampling"],
     "dpspan.gradients": ["capture"],
     "dpspan.mechanisms": ["carriers", "clipping", "low_rank", "noise"],
@@ -37,6 +38,22 @@ MOVED = {f"dpspan.{name}": f"{room}.{name}" for room, names in _ROOMS.items() fo
     "dpspan.span": "dpspan.subspaces.sources",
     "dpspan.transfer": "dpspan.public.warm_start",
 }
+
+
+# Options of methods that are gone since 0.1, by their defaults
+_RETIRED = {
+    "embedding_share": 0.5,
+    "leftover": False,
+    "clean_residual": False,
+    "orthogonal": True,
+    "full_scale": 1.0,
+}
+
+
+def without_retired_options(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A description by 0.1, as today's: options that are gone, unless they were made use of."""
+    renamed = {k: "RandomCarriers()" if v == "Chance()" else v for k, v in described.items()}
+    return {k: v for k, v in renamed.items() if k not in _RETIRED or v != _RETIRED[k]}
 
 
 class MovedModules(MetaPathFinder, Loader):

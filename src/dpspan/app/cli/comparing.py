@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from pathlib import Path
@@ -101,7 +102,8 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
     folder, first = RunFolder(to), next(iter(settings.values()))
     chooser = next((config for config in settings.values() if config.choose is not None), None)
     chosen, paid = None, None
-    with locked(to):
+    kept_here = first.features is not None or chooser is not None or folder.choice.exists()
+    with locked(to) if kept_here else contextlib.nullcontext():
         if folder.choice.exists():
             folder.refuse_lost_ledger()
         begun = is_comparison(to) or folder.features.exists()

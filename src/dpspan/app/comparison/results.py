@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Column, Table
 from scipy import stats
 
@@ -97,11 +97,22 @@ class Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
-        rows = [
-            {**row, "results": [{**r, "value": r[content["metric"]]} for r in row["results"]]}
-            for row in content["rows"]
-        ]
-        return TypeAdapter(cls).validate_python({**content, "rows": rows})
+        try:
+            rows = [
+                {
+                    **row,
+                    "results": [
+                        {**r, "value": r[content["metric"]], "status": ending(r)}
+                        for r in row["results"]
+                    ],
+                }
+                for row in content["rows"]
+            ]
+            return TypeAdapter(cls).validate_python({**content, "rows": rows})
+        except (ValidationError, KeyError, TypeError):  # whose words may quote numbers
+            raise ValueError(
+                "The comparison is damaged: its fields are not those of one."
+            ) from None
 
     def __rich__(self) -> Table:
         runs = max(len(row.results) for row in self.rows)

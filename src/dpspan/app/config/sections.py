@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 import dpspan
 from dpspan.app.section import (
@@ -21,6 +21,7 @@ from dpspan.app.section import (
     Share,
     Texts,
 )
+from dpspan.support.moved import without_retired_options
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,12 @@ class MethodSection(BuiltSection):
 
     clip: Positive = 1.0
     clipping: Literal["flat", "automatic"] = "flat"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_those_of_before(cls, values: Any) -> Any:
+        """Runs of 0.1 wrote down every option, also those that are gone."""
+        return without_retired_options(values) if isinstance(values, dict) else values
 
     @property
     def needs_public(self) -> bool:

@@ -26,8 +26,8 @@ from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
 from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
-from dpspan.engine.plan import without_retired_options
 from dpspan.support.files import replacing
+from dpspan.support.moved import without_retired_options
 from dpspan.support.strict_json import plain
 
 FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is version 1

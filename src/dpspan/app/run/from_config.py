@@ -220,7 +220,9 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
     """The network for samples like these, with random weights from torch's generator."""
     if isinstance(section, OwnSection):
         model: nn.Module = _imported(section.factory)(**section.arguments)
-        expect(isinstance(model, nn.Module), f"{section.factory} to return a torch module", model)
+        made = type(model).__name__  # what it is may be data
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"Expected {section.factory} to return a torch module, got a {made}.")
     elif isinstance(section, MlpSection):
         model = MLP(math.prod(data.shape), section.hidden, data.classes)
     elif isinstance(section, WideResNetSection):
@@ -288,7 +290,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
             safetensors.torch.load_model(model, path)  # knows about tied weights
             return
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-        expect(isinstance(loaded, dict), f"a state_dict in {path}", loaded)
+        if not isinstance(loaded, dict):  # which may be data: the type is enough
+            raise ValueError(f"Expected a state_dict in {path}, got a {type(loaded).__name__}.")
         model.load_state_dict(loaded)
     except RuntimeError as error:
         what = f"The weights in {path} do not fit {type(model).__name__}"

@@ -25,7 +25,7 @@ from dpspan.gradients.layers.terms import (
 )
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
-_COST_OF_PATCHES = {"cpu": 4, "cuda": 1}
+_COST_OF_PATCHES = 4
 
 # Rows of up to this many bytes are kept even where the factors are smaller: otherwise they are
 # made for the norm (and in a subspace once more for the residual), and the sum convolves again. A
@@ -99,8 +99,9 @@ class Patches(Factored):
         positions, d_in = self.depth, self.weight[1:].numel()
         d_out = self.weight[0] // self.groups
         # The ghost norm must write out every patch first: it has to be cheaper to pay.
-        cost = _COST_OF_PATCHES["cuda" if self.x.is_cuda else "cpu"]
-        if cost * positions * (d_in + d_out) >= d_in * d_out:
+        # Where products round their factors, its bound is also the looser one.
+        cheap = self.x.is_cuda and not arithmetic.factor
+        if (1 if cheap else _COST_OF_PATCHES) * positions * (d_in + d_out) >= d_in * d_out:
             return super().squared_norms(arithmetic)
         parts: list[SquaredNorms] = []
         for start, stop in blocks(self.samples, positions * d_in * self.groups, self.x):

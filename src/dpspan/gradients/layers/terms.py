@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -97,10 +97,6 @@ class Term(ABC):
         return joined_pairs(parts)
 
     @abstractmethod
-    def scaled(self, factor: float) -> Term:
-        """The same rows times a number."""
-
-    @abstractmethod
     def double(self) -> Term:
         """The same in float64, where a difference of two norms still means something."""
 
@@ -155,9 +151,6 @@ class Factored(Term):
     def samples(self) -> int:
         return self.b.shape[0]
 
-    def scaled(self, factor: float) -> Self:
-        return replace(self, b=self.b * factor)  # type: ignore[type-var]
-
 
 @dataclass(frozen=True)
 class Rows(Term):
@@ -197,9 +190,6 @@ class Rows(Term):
     def merged(self, views: int) -> Rows:
         return Rows(full_precision(self.values).unflatten(0, (-1, views)).sum(1))
 
-    def scaled(self, factor: float) -> Rows:
-        return Rows(self.values * factor)
-
     def double(self) -> Rows:
         return Rows(self.values.double())
 
@@ -212,9 +202,6 @@ class _Several(Term):
 
     def merged(self, views: int) -> Self:
         return type(self)([part.merged(views) for part in self.parts])
-
-    def scaled(self, factor: float) -> Self:
-        return type(self)([part.scaled(factor) for part in self.parts])
 
     def double(self) -> Self:
         return type(self)([part.double() for part in self.parts])
