@@ -386,6 +386,19 @@ def check(model: nn.Module, x: Tensor) -> None:
     assert torch.allclose(J.matrix(), per_sample_matrix(model, loss_per_sample, x), atol=1e-5)
 
 
+def test_a_forward_pass_of_the_users_that_has_an_inner_one() -> None:
+    class Doubled:
+        def __init__(self, inner: nn.Module) -> None:
+            self.inner = inner
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model[0].forward = Doubled(model[0].forward)
+    check(model, torch.randn(5, 4, dtype=torch.float64))
+
+
 class Standardised(nn.Conv2d):
     """Overrides what forward calls, not forward itself."""
 

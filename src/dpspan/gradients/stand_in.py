@@ -17,7 +17,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from dpspan.gradients.layers import Rule, rule_for
 from dpspan.gradients.layers.generic import per_sample_forward
-from dpspan.gradients.layers.recurrent import Terms, is_recurrent, sequences, step_by_step
+from dpspan.gradients.layers.recurrent import (
+    InPlaceOf,
+    Terms,
+    is_recurrent,
+    sequences,
+    step_by_step,
+)
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.layout import ONE, SHARED, Call, joined
 from dpspan.gradients.planning import CaptureErrorAt
@@ -27,14 +33,15 @@ if TYPE_CHECKING:
     from dpspan.gradients.capture import Capture
 
 
-class StandIn:
+class StandIn(InPlaceOf):
     """Stands in for the forward pass of a module, until `restore`."""
 
     def __init__(self, capture: Capture, path: str, module: nn.Module) -> None:
         self.capture, self._path, self._module = capture, path, module
         self.users = vars(module).get("forward")  # a forward pass given to this very module
         self._forward: Callable[..., Any] = self.users or _own_forward(module)
-        self.inner = getattr(self._forward, "inner", self._forward)  # below other stand-ins
+        below = self._forward  # and below other stand-ins
+        self.inner = below.inner if isinstance(below, InPlaceOf) else below
         self._recurrent = is_recurrent(module)
         self._plans = not path and not self._recurrent and rule_for(module) is None
         self._alone, self.plan = self._run, self._plan  # what torch.compile must not see

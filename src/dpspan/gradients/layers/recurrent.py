@@ -37,10 +37,16 @@ def is_recurrent(module: nn.Module) -> bool:
     )
 
 
+class InPlaceOf:
+    """What a capture puts in place of a forward pass, `inner`."""
+
+    inner: Any
+
+
 def method_of(module: nn.Module, name: str) -> object:
     """The function that a module runs as this method, below what a capture puts in its place."""
     bound = getattr(module, name, None)
-    return getattr(getattr(bound, "inner", bound), "__func__", None)
+    return getattr(bound.inner if isinstance(bound, InPlaceOf) else bound, "__func__", None)
 
 
 def is_of_opacus(module: nn.Module) -> bool:
