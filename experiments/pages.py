@@ -95,7 +95,7 @@ def training_table(name: str, experiment: TrainingExperiment, results: Results) 
         found = [cells[row, value] for value in shown]
         if any(found):
             texts = [
-                _cell(name, experiment, row, value, runs)
+                _cell(name, experiment, row, value, runs, results)
                 for value, runs in zip(shown, found, strict=True)
             ]
             area = [spread(run["auc"] for run in found[-1])] if with_area else []
@@ -138,6 +138,7 @@ def _cell(
     row: str,
     target: float,
     runs: Sequence[dict[str, Any]],
+    results: Results,
 ) -> str:
     section = experiment.rows[row]
     if section.private and target not in experiment.targets_of(row):
@@ -145,7 +146,7 @@ def _cell(
     text = spread([run[experiment.metric] for run in runs])
     if runs and len(runs) < ENOUGH_SEEDS:
         text += " †"
-    search = searched(name, experiment, row, target if section.private else None)
+    search = searched(name, experiment, row, target if section.private else None, results)
     if runs and search and runs[0]["rate"] in (search[0].rate, search[-1].rate):
         text += "\\*"
     if runs and section.method != PUBLIC_ONLY and (not search or search[0].row != row):

@@ -125,6 +125,7 @@ class TrainingExperiment(Section):
     """A table: every row at every target, with several seeds; a plot of `plotted`, or of all rows.
 
     With `attack`, training samples are always held out, as the non-members of a membership attack.
+    A grid whose best rate is at an end grows beyond it, up to `tries` rates.
     """
 
     kind: Literal["training", "choosing"] = "training"
@@ -137,6 +138,7 @@ class TrainingExperiment(Section):
     training: Training
     targets: Targets
     seeds: Count = 3
+    tries: Count = 1
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy"
     attack: bool = False
     plotted: Texts = ()

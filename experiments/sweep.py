@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from experiments.one_run import Run, train
@@ -28,8 +29,13 @@ def sweep(
         if not rows or any(row.startswith(start) for start in rows)
         if not targets or target is None or target in targets
     ]
-    search = [run for cell in cells for run in searched(name, experiment, *cell)]
-    execute(search, results, work, place.jobs, f"{name}: learning rates")
+    search = [run for cell in cells for run in searched(name, experiment, *cell, results)]
+    while search:
+        execute(search, results, work, place.jobs, f"{name}: learning rates")
+        tried = [searched(name, experiment, *cell, results) for cell in cells]
+        further = (beyond(runs, results, experiment) for runs in tried)
+        # Several rows may take the rate of one search.
+        search = list(dict.fromkeys(run for run in further if run is not None))
     final = [
         run
         for cell in cells
@@ -45,14 +51,36 @@ def all_cells(experiment: TrainingExperiment) -> list[tuple[str, float | None]]:
 
 
 def searched(
-    name: str, experiment: TrainingExperiment, row: str, target: float | None
+    name: str,
+    experiment: TrainingExperiment,
+    row: str,
+    target: float | None,
+    results: Results,
 ) -> list[Run]:
-    """The runs that settle a learning rate; none where there is nothing to choose."""
+    """The runs that settle a learning rate, by rate; none where there is nothing to choose.
+
+    Those of the file, and those beyond it that have been made.
+    """
     source, rates = experiment.searched(row)
     if len(rates) == 1:
         return []
     digest = experiment.digest(source)
-    return [Run(name, source, target, rate, TUNING_SEED, True, digest) for rate in rates]
+    runs = [Run(name, source, target, rate, TUNING_SEED, True, digest) for rate in sorted(rates)]
+    while (further := beyond(runs, results, experiment)) and results.of(further):
+        runs = sorted([*runs, further], key=lambda run: run.rate)
+    return runs
+
+
+def beyond(runs: list[Run], results: Results, experiment: TrainingExperiment) -> Run | None:
+    """The next run of a search whose best rate is at an end of the grid: the optimum is outside."""
+    done = runs and all(results.of(run) for run in runs)
+    if not done or len(runs) >= experiment.tries:
+        return None
+    rates, best = [run.rate for run in runs], best_of(runs, results, experiment.metric)
+    if best not in (rates[0], rates[-1]):
+        return None
+    neighbour = rates[1] if best == rates[0] else rates[-2]
+    return replace(runs[0], rate=float(f"{best * best / neighbour:.3g}"))
 
 
 def reported(
@@ -64,7 +92,7 @@ def reported(
     seeds: int,
 ) -> list[Run]:
     """The runs of a cell at the learning rate that was found."""
-    search = searched(name, experiment, row, target)
+    search = searched(name, experiment, row, target, results)
     _, rates = experiment.searched(row)
     rate = best_of(search, results, experiment.metric) if search else rates[0]
     digest = experiment.digest(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from importlib.metadata import version
@@ -120,7 +121,7 @@ def swept(
     results = Results(tmp_path_factory.mktemp("results") / "tiny.jsonl")
     place = Place(data=folder, commit="abc")
     for row, target in all_cells(tiny):
-        for run in searched("tiny", tiny, row, target):
+        for run in searched("tiny", tiny, row, target, results):
             if results.of(run) is None:
                 results.add(train(run, tiny, place))
     for row, target in all_cells(tiny):
@@ -360,7 +361,7 @@ class TestRuns:
 
     def test_a_search_takes_the_best_rate(self, tmp_path: Path, tiny: TrainingExperiment) -> None:
         results = Results(tmp_path / "r.jsonl")
-        search = searched("tiny", tiny, "warm start + GEP", 8.0)
+        search = searched("tiny", tiny, "warm start + GEP", 8.0, results)
         assert [run.row for run in search] == ["DP-SGD", "DP-SGD"]
         for run, reached in zip(search, (0.2, 0.9), strict=True):
             results.add({**vars(run), "accuracy": reached})
@@ -370,6 +371,28 @@ class TestRuns:
             ("warm start + GEP", 0.5, 0),
             ("warm start + GEP", 0.5, 1),
         ]
+
+    def test_a_grid_grows_until_its_best_rate_is_inside(
+        self, tmp_path: Path, tiny: TrainingExperiment, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        results, place = Results(tmp_path / "r.jsonl"), Place(data=tmp_path)
+        tried: list[float] = []
+
+        def make(runs: list[Run], *_: Any) -> None:
+            for run in runs:
+                if results.of(run) is None:
+                    tried.extend([run.rate] * run.tuning)
+                    results.add({**vars(run), "accuracy": 1 / (1 + abs(math.log(run.rate / 9.0)))})
+
+        monkeypatch.setattr("experiments.sweep.execute", make)
+        growing = tiny.model_copy(update={"tries": 8})
+        sweep("tiny", growing, results, place, ["DP-SGD"], targets=[8.0])
+        rates = [run.rate for run in searched("tiny", growing, "DP-SGD", 8.0, results)]
+        assert sorted({*tried}) == rates
+        assert best_of(searched("tiny", growing, "DP-SGD", 8.0, results), results) in rates[1:-1]
+        assert len(tried) == len({*tried}) <= 2 * 8  # two rows, each rate once
+        few = tiny.model_copy(update={"tries": 3})
+        assert len(searched("tiny", few, "DP-SGD", 8.0, results)) == 3
 
     def test_what_is_there_is_not_repeated(
         self, swept: Results, tiny: TrainingExperiment, folder: Path
