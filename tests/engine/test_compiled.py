@@ -129,6 +129,8 @@ def test_samples_that_a_compiled_model_mixes_are_found(way: str) -> None:
 
 
 def test_a_compiled_loss_is_checked_like_any_other() -> None:
+    if not hasattr(torch._dynamo.config, "nontraceable_tensor_subclasses"):
+        pytest.skip("this torch cannot compile a loss that is looked at; it says so")
     torch._dynamo.reset()
     _, model, optimizer, loader = setup(module=network())
 

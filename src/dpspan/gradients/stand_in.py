@@ -45,6 +45,7 @@ class StandIn(InPlaceOf):
         self._recurrent = is_recurrent(module)
         self._plans = not path and not self._recurrent and rule_for(module) is None
         self._alone, self.plan = self._run, self._plan  # what torch.compile must not see
+        self._compiles = True
         self.takes()
         module.forward = self
 
@@ -69,8 +70,9 @@ class StandIn(InPlaceOf):
 
         It goes on behind the model itself, so what lies between the layers is compiled.
         """
-        if self._alone == self._run:
-            self._alone = torch.compiler.disable(self._run, recursive=bool(self._path))
+        if self._compiles:
+            alone = torch.compiler.disable(StandIn._run, recursive=bool(self._path))
+            self._alone, self._compiles = MethodType(alone, self), False
             self.plan = torch.compiler.disable(self._plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
