@@ -143,3 +143,21 @@ def test_a_compiled_loss_is_checked_like_any_other() -> None:
             optimizer.zero_grad()
             loss_of(x, y).backward()
             optimizer.step()
+
+
+def test_layers_stay_out_of_graphs_and_what_lies_between_is_in_them() -> None:
+    torch._dynamo.reset()
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    model, (x, _) = network(), data(4)[:]
+    with Capture(model) as capture:
+        call = torch.compile(model, backend=backend)
+        capture.expect(len(x))
+        call(x).sum().backward()
+        capture.collect()
+    assert any("sigmoid" in name for name in compiled)
+    assert not any("linear" in name or "layer_norm" in name for name in compiled)

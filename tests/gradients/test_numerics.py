@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dpspan.gradients.layers.linear import Outer
-from dpspan.gradients.numerics import Arithmetic, plain_arithmetic, squared_norms
+from dpspan.gradients.layers.linear import Outer, ghost_norms
+from dpspan.gradients.numerics import Arithmetic, bounds, plain_arithmetic, squared_norms
 from dpspan.gradients.operator import PerSampleGradients
 
 
@@ -59,3 +59,23 @@ def test_exact_switches_autograd_and_autocast_off() -> None:
         assert product.dtype == torch.float32
         assert not product.requires_grad
         assert (x @ x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ghost_norms_of_several_layers_bound_each_of_them(steps: int) -> None:
+    """Layers too large to be packed as rows, of different widths, all at once."""
+    g = torch.Generator().manual_seed(0)
+    widths = ((40, 30), (700, 20), (40, 30))
+    terms = [
+        Outer(torch.randn(5, steps, a, generator=g), torch.randn(5, steps, b, generator=g))
+        for a, b in widths
+    ]
+    for term, found in zip(terms, ghost_norms(terms, Arithmetic.of(terms[0].a)), strict=True):
+        exact = term.double().rows(0, 5).square().sum(1)
+        assert torch.allclose(found.value, exact, rtol=1e-4)
+        bound = bounds(
+            found.value[None],
+            found.magnitude[None],
+            torch.tensor([found[2:]], dtype=torch.float64),
+        )[0]
+        assert (bound >= exact).all()

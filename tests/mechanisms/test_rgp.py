@@ -466,3 +466,16 @@ def test_a_small_gradient_never_has_the_name_of_a_parameter() -> None:
     assert [names.index(name) for name in names] == [0, 1, 2]
     assert {Left("weight"): 1}[Left("weight")] == 1
     assert Left("weight").weight == "weight"
+
+
+def test_weights_of_one_shape_get_their_own_updates() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))).double()
+    mechanism = RGP(rank=2, clip=1.0).bind(Setting(model=model))
+    carriers = dict(mechanism.carriers())
+    released = {}
+    for name, (left, right) in carriers.items():
+        released |= {Left(name): torch.randn_like(left), Right(name): torch.randn_like(right)}
+    for name, update in mechanism.gradient(dict(released)).items():
+        expected = carriers[name].reconstruct(released[Left(name)], released[Right(name)])
+        assert torch.allclose(update, expected.view_as(update))
