@@ -59,7 +59,7 @@ class Eigh:
 class Lanczos:
     """Implicitly restarted Lanczos, as PDP-SGD uses: for few directions among many gradients.
 
-    On two CPU cores 10 of 2,000 take 61 ms and 50 take 115, `Eigh` 0.8 s, `PowerIteration` 35 ms.
+    10 of 2,000 take 54 ms and 50 take 127 on two CPU cores, `Eigh` 0.8 s (`benchmarks.solvers`).
 
     Examples:
         >>> import torch
