@@ -4,6 +4,7 @@ A step is forward, loss, backward, clip, noise, SGD: the whole of a training loo
 data and accounting. All use one clipping bound and noise from torch's default generator.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -90,9 +91,15 @@ def ghost_note(model: Any) -> str:
 # ---------------------------------------------------------------------------------------------
 # dpspan: the one function to change when the engine's interface does
 # ---------------------------------------------------------------------------------------------
-def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: Any) -> Contender:
-    """A method of dpspan, at the level below the engine: no loader, no ledger."""
+def method_step(
+    model: nn.Module, x: Tensor, y: Tensor, noise: float, method: Any, *, graphs: bool = False
+) -> Contender:
+    """A method of dpspan, at the level below the engine: no loader, no ledger.
+
+    With `graphs` as the engine's `cuda_graphs=True`: stand-ins fill up the batch.
+    """
     from dpspan.gradients.capture import Capture
+    from dpspan.gradients.graphs import Graphs
     from dpspan.mechanisms import Setting
     from dpspan.mechanisms.noise import Noise
 
@@ -102,15 +109,23 @@ def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: An
     optimizer = torch.optim.SGD(parameters.values(), lr=LEARNING_RATE)
     mechanism = method.bind(Setting(model=model, criterion=criterion))
     capture, generator = Capture(model), Noise()
+    replayed: Graphs | None = None
+    if graphs:
+        x, y = filled_up(x), filled_up(y)
+        summed = mechanism.clipped_sum if mechanism.stays_in_place else None
+        replayed = Graphs(summed, mean_loss=True)
 
     def step() -> None:
         optimizer.zero_grad()
-        capture.expect(n, carriers=mechanism.carriers())
+        live = n if graphs else None
+        capture.expect(len(x), live=live, carriers=mechanism.carriers(), graphs=replayed)
         criterion(model(x), y).backward()
         with torch.no_grad():
-            gradients = capture.collect(scale=n)
+            gradients = capture.collect(scale=len(x))
             mechanism.prepare(capture)
-            total = mechanism.clipped_sum(gradients)
+            total = None if replayed is None else replayed.take(copied=False)
+            if total is None:
+                total = mechanism.clipped_sum(gradients)
             del gradients  # as the engine does
             gradient = mechanism.gradient(mechanism.release(total, generator, noise))
             torch._foreach_div_(list(gradient.values()), n)
@@ -119,6 +134,12 @@ def method_step(model: nn.Module, x: Tensor, y: Tensor, noise: float, method: An
         optimizer.step()
 
     return Contender(step)
+
+
+def filled_up(x: Tensor) -> Tensor:
+    """As many records as the engine's padded batches have at this expected batch size."""
+    size = math.ceil((len(x) + 2.33 * math.sqrt(len(x))) / 8) * 8
+    return torch.cat([x, x[:1].expand(size - len(x), *x.shape[1:])])
 
 
 def dpspan_step(model: nn.Module, x: Tensor, y: Tensor, noise: float) -> Contender:

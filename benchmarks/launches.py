@@ -27,6 +27,7 @@ from benchmarks.methods import CASES, METHODS
 from benchmarks.problems import PROBLEMS
 from benchmarks.run import parser
 from dpspan.gradients.capture import Capture
+from dpspan.gradients.graphs import Graphs
 from dpspan.mechanisms import Method, Setting
 from dpspan.mechanisms.noise import Noise
 
@@ -51,24 +52,33 @@ def plain_phases(model: nn.Module, x: Tensor, y: Tensor) -> list[Phase]:
     ]
 
 
-def private_phases(model: nn.Module, x: Tensor, y: Tensor, method: Method) -> list[Phase]:
+def private_phases(
+    model: nn.Module, x: Tensor, y: Tensor, method: Method, *, graphs: bool
+) -> list[Phase]:
     """A step of a method, as `contenders.method_step` has it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=contenders.LEARNING_RATE)
     criterion, parameters = nn.CrossEntropyLoss(), dict(model.named_parameters())
     mechanism = method.bind(Setting(model=model, criterion=criterion))
     capture, noise = Capture(model), Noise()
     kept: dict[str, Any] = {}
+    live, replayed = None, None
+    if graphs:
+        live, x, y = len(x), contenders.filled_up(x), contenders.filled_up(y)
+        summed = mechanism.clipped_sum if mechanism.stays_in_place else None
+        replayed = Graphs(summed, mean_loss=True)
 
     def forward() -> None:
         optimizer.zero_grad()
-        capture.expect(len(x), carriers=mechanism.carriers())
+        capture.expect(len(x), live=live, carriers=mechanism.carriers(), graphs=replayed)
         kept["loss"] = criterion(model(x), y)
 
     def collect() -> None:
         kept["gradients"] = capture.collect(scale=len(x))
 
     def clipped_sum() -> None:
-        kept["sums"] = mechanism.clipped_sum(kept.pop("gradients"))
+        gradients = kept.pop("gradients")
+        sums = None if replayed is None else replayed.take(copied=False)
+        kept["sums"] = mechanism.clipped_sum(gradients) if sums is None else sums
 
     def release() -> None:
         kept["released"] = mechanism.release(kept.pop("sums"), noise, contenders.NOISE)
@@ -111,7 +121,7 @@ def profile(phases: list[Phase], device: str) -> report.Results:
     operators: dict[str, Counter[str]] = {}
     times: dict[str, list[float]] = {name: [] for name, _ in phases}
     whole = []
-    for _ in range(3):
+    for _ in range(6):  # graphs are recorded at the fourth
         for _, run in phases:
             run()
     for name, run in phases:
@@ -172,11 +182,12 @@ def main() -> None:
         )
         for name, make in METHODS.items():
             if not options.contenders or name in options.contenders:
-                made = make(public, case.rank)
-                phases = private_phases(
-                    problem.model(options.device), private, y[: case.private], made
-                )
-                entry[name] = profile(phases, options.device)
+                for graphs in (False, True) if options.device == "cuda" else (False,):
+                    network, labels = problem.model(options.device), y[: case.private]
+                    made = make(public, case.rank)
+                    phases = private_phases(network, private, labels, made, graphs=graphs)
+                    label = f"{name}, graphs" if graphs else name
+                    entry[label] = profile(phases, options.device)
         show(model, entry)
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"{options.device}.json"

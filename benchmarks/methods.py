@@ -60,14 +60,17 @@ METHODS: dict[str, Callable[[Public, int], Method]] = {
 }
 
 
+GRAPHS = ", CUDA graphs"
+
+
 def step_of(
-    model: nn.Module, x: Tensor, y: Tensor, noise: float, *, case: Case, method: str
+    model: nn.Module, x: Tensor, y: Tensor, noise: float, *, case: Case, method: str, graphs: bool
 ) -> contenders.Contender:
     """A method of dpspan: the first samples are private, the others public."""
     private = len(x) * case.private // (case.private + case.public)
     public = x[private:].cpu(), y[private:].cpu()
     made = METHODS[method](public, min(case.rank, len(x) - private))
-    one = contenders.method_step(model, x[:private], y[:private], noise, made)
+    one = contenders.method_step(model, x[:private], y[:private], noise, made, graphs=graphs)
     cycle = getattr(made, "refresh", 1)
 
     def steps() -> None:
@@ -97,7 +100,13 @@ def race(name: str, device: str) -> Race:
     factories: dict[str, contenders.Factory] = {
         **{each: partial(on_private, case=case, of=of) for each, of in alone.items()},
         "non-private, all samples": contenders.plain_step,
-        **{method: partial(step_of, case=case, method=method) for method in METHODS},
+        **{
+            method + (GRAPHS if graphs else ""): partial(
+                step_of, case=case, method=method, graphs=graphs
+            )
+            for graphs in ((False, True) if device == "cuda" else (False,))
+            for method in METHODS
+        },
     }
     label = f"{case.private} + {case.public} public, k = {case.rank}"
     return Race(name, case.private + case.public, factories, label=label, check=False)

@@ -111,6 +111,7 @@ class PrivacyEngine:
         max_physical_batch_size: int | None = None,
         views: int = 1,
         warm_start: WarmStart | None = None,
+        cuda_graphs: bool = False,
         non_private: bool = False,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
         """Train with this noise multiplier z.
@@ -138,6 +139,8 @@ class PrivacyEngine:
                 copies: `x.flatten(0, 1)` of x with shape (n, views, …), labels repeated to match).
                 Their mean gradient is clipped, so a record still counts once.
             warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
+            cuda_graphs: record the model and replay it, so that a GPU waits for no launches. Every
+                batch is filled up to one size, with records whose gradients do not count.
             non_private: allow noise_multiplier = 0.
         """
         if self._run is not None:
@@ -170,7 +173,11 @@ class PrivacyEngine:
         )
         mechanism = plan.method.bind(setting)
         draws = None if self._seed is None else np.random.default_rng(self._seed)
-        loader = PrivateLoader(data_loader, plan.sampling, max_physical_batch_size, draws)
+        if cuda_graphs and max_physical_batch_size is None:
+            max_physical_batch_size = plan.most_at_once
+        loader = PrivateLoader(
+            data_loader, plan.sampling, max_physical_batch_size, draws, padded=cuda_graphs
+        )
         public = admit_public(
             plan.method, mechanism, module, data_loader, criterion, warm_start, self._warn
         )
@@ -185,6 +192,7 @@ class PrivacyEngine:
             mechanism=mechanism,
             ledger=self.ledger,
             seed=self._seed,
+            cuda_graphs=cuda_graphs,
             warn=self._warn,
         )
         return module, optimizer, loader
@@ -208,6 +216,7 @@ class PrivacyEngine:
         max_physical_batch_size: int | None = None,
         views: int = 1,
         warm_start: WarmStart | None = None,
+        cuda_graphs: bool = False,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
         """Train for `epochs` epochs within (target_epsilon, target_delta), and stop there.
 
@@ -244,6 +253,7 @@ class PrivacyEngine:
             max_physical_batch_size=max_physical_batch_size,
             views=views,
             warm_start=warm_start,
+            cuda_graphs=cuda_graphs,
         )
         run = self._running()
         run.plan = dataclasses.replace(run.plan, epochs=epochs, budget=budget)

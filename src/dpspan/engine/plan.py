@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.moved import without_retired_options as without_retired_options
 
+_SPREAD = 2.33  # standard deviations of a Poisson draw: the normal's 99th percentile
 _RECORDS_TOLD = (
     f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
     "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
@@ -50,6 +52,15 @@ class Plan:
     def event(self) -> DpEvent:
         """What is charged before a release: one step, or an epoch of a partition."""
         return self.sampling.event(self.noise_multiplier)
+
+    @property
+    def most_at_once(self) -> int:
+        """The size of padded pieces: a draw is larger in about one step of a hundred.
+
+        Such a draw takes another piece. From public numbers only.
+        """
+        expected = self.expected_batch_size
+        return math.ceil((expected + _SPREAD * math.sqrt(expected)) / 8) * 8
 
     def epsilon(self, epochs: int | None = None, delta: float | None = None) -> float:
         """ε of so many epochs, by default those asked for, beside what the ledger holds."""

@@ -19,6 +19,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.engine.plan import Plan
 from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.gradients.capture import Capture
+from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.mechanisms.base import Gradient, Mechanism, Sums
 from dpspan.mechanisms.noise import Noise
@@ -41,18 +42,24 @@ class PrivateRun:
         mechanism: Mechanism,
         ledger: Ledger,
         seed: int | None,  # for debugging: such a run is not private
+        cuda_graphs: bool,
         warn: Callable[[str], None],
     ) -> None:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
         self._module, self._ledger = module, ledger
         self._noise = Noise(None if seed is None else seed + 1)  # not the numbers of the sampling
         self._capture = Capture(module)
+        self._mean_loss = plan.loss_reduction == "mean"
+        self._graphs: Graphs | None = None
+        if cuda_graphs:
+            recorded = mechanism.clipped_sum if mechanism.stays_in_place else None
+            self._graphs = Graphs(recorded, mean_loss=self._mean_loss)
         self.guard = Guard(
             module,
             self._capture,
             criterion=criterion,
             views=plan.views,
-            mean_loss=plan.loss_reduction == "mean",
+            mean_loss=self._mean_loss,
             warn=warn,
         )
         self._piece: Piece | None = None
@@ -82,14 +89,17 @@ class PrivateRun:
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = {}
         self._piece = piece
-        self.guard.expect(piece.samples, new_epoch=new_epoch)
+        padded = self.loader.padded
+        self.guard.expect(piece.size if padded else piece.samples, new_epoch=new_epoch)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
-        # dropped.
+        # dropped, as is what stand-ins bring that fill up a padded piece.
         self._capture.expect(
-            max(piece.samples, 1),
+            piece.size,
             views=self.plan.views,
-            discard=piece.samples == 0,
+            live=piece.samples if padded else None,
+            discard=piece.samples == 0 and not padded,
             carriers=self.mechanism.carriers(),
+            graphs=self._graphs,
         )
 
     def before_step(
@@ -115,7 +125,9 @@ class PrivateRun:
         """One step, or, before the last piece of a batch, what this piece adds to it."""
         piece, gradients = self._collect()
         self.mechanism.prepare(self._capture)  # the public pass, if one is due
-        part = self.mechanism.clipped_sum(gradients)
+        part = None if self._graphs is None else self._graphs.take(copied=not piece.last)
+        if part is None:
+            part = self.mechanism.clipped_sum(gradients)
         self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
         del gradients  # what they were made of is not needed any more
         if not piece.last:
@@ -137,8 +149,7 @@ class PrivateRun:
                 "private loader: iterate over the loader that make_private returned."
             )
         self.loader.refuse_seeds()
-        mean = self.plan.loss_reduction == "mean"
-        gradients = self._capture.collect(scale=max(piece.samples, 1) if mean else 1)
+        gradients = self._capture.collect(scale=piece.size if self._mean_loss else 1)
         self.guard.check()
         return piece, gradients
 

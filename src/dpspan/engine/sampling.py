@@ -110,17 +110,19 @@ Draw = PoissonDraw | PartitionDraw
 class Piece(NamedTuple):
     """One physical piece of one logical batch."""
 
-    samples: int  # records drawn into this piece; 0: the batch handed over is a stand-in
+    samples: int  # records drawn into this piece; the others that it holds are stand-ins
+    size: int  # records that it holds
     first: bool  # first piece of its logical batch
     last: bool  # last piece of its logical batch
 
 
 def _cut(
-    batches: Iterable[Tensor], limit: int | None, pieces: deque[Piece]
+    batches: Iterable[Tensor], limit: int | None, padded: bool, pieces: deque[Piece]
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
-    For an empty one record 0 stands in, and the engine drops what it contributes. An empty step
+    A `padded` one has exactly that many: record 0 fills it up. For an empty one record 0 stands in,
+    too, and the engine drops what it contributes. An empty step
     must run like any other: its noise, its step and its event are part of the mechanism. But models
     and loops fail on tensors of length zero (`x.view(len(x), -1)`, means that become NaN).
     """
@@ -129,8 +131,9 @@ def _cut(
         size = limit or max(1, len(indices))
         for start in range(0, max(1, len(indices)), size):
             part = indices[start : start + size]
-            pieces.append(Piece(len(part), start == 0, start + size >= len(indices)))
-            yield part or [0]
+            held = size if padded else max(1, len(part))
+            pieces.append(Piece(len(part), held, start == 0, start + size >= len(indices)))
+            yield part + [0] * (held - len(part))
 
 
 class _Feed:
@@ -177,8 +180,12 @@ class PrivateLoader:
         draw: Draw,
         max_physical_batch_size: int | None = None,
         generator: np.random.Generator | None = None,
+        *,
+        padded: bool = False,
     ) -> None:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
+
+        `padded` pieces all have the physical size: what is missing is filled up with stand-ins.
 
         `generator` is for debugging: whoever knows its seed knows who took part in which step.
         By default the seed comes from OS entropy, and so does whatever else is drawn meanwhile.
@@ -188,7 +195,7 @@ class PrivateLoader:
         self.draw = draw
         self.dataset: Any = loader.dataset
         self.collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
-        self.max_physical_batch_size = max_physical_batch_size
+        self.max_physical_batch_size, self.padded = max_physical_batch_size, padded
         self.on_piece: Callable[[Piece], None] = lambda _: None
         self.on_batch: Callable[[Any], None] = lambda _: None
         self.epoch = self.position = self.passes = 0
@@ -237,7 +244,7 @@ class PrivateLoader:
         self.passes += 1
         pieces: deque[Piece] = deque()
         steps = islice(self.draw.epoch(self._generator), len(self) - self.position)
-        source = self._feed.source = _cut(steps, self.max_physical_batch_size, pieces)
+        source = self._feed.source = _cut(steps, self.max_physical_batch_size, self.padded, pieces)
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)

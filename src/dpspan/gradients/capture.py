@@ -24,9 +24,10 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.layers import rule_for
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
-from dpspan.gradients.layers.terms import Rows, Term
+from dpspan.gradients.layers.terms import Rows, Term, only_first
 from dpspan.gradients.layout import joined
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
@@ -44,10 +45,13 @@ class _Batch:
 
     rows: int
     views: int = 1  # rows that belong to one sample
+    live: int | None = None  # the samples in front that count, if others fill up the batch
     discard: bool = False
     carriers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    graphs: Graphs | None = None
     terms: dict[str, list[Term]] = field(default_factory=dict)
     heard: bool = False  # whether a backward pass has reached it
+    called: bool = False  # whether `graphs` was asked for it
 
     def put(self, name: str, term: Term) -> None:
         """Add a term to those of this name."""
@@ -108,10 +112,15 @@ class Capture:
         samples: int,
         *,
         views: int = 1,
+        live: int | None = None,
         discard: bool = False,
         carriers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Prepare for a batch of `samples`; `discard` drops what it brings.
+
+        Of a batch that was filled up only the first `live` samples count: the gradients of the
+        others are zeros. `graphs` record and replay the model.
 
         With `views` the model sees that many rows for each sample, one after the other, whose
         gradients are added up.
@@ -120,7 +129,7 @@ class Capture:
         `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
         during the backward pass.
         """
-        self._batch = _Batch(samples * views, views, discard, carriers or {})
+        self._batch = _Batch(samples * views, views, live, discard, carriers or {}, graphs)
         self._watch_all()  # parameters may have been exchanged since
         if "torch._dynamo" in sys.modules:  # something may have been compiled
             hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
@@ -168,9 +177,19 @@ class Capture:
         """A run of the expected batch, or of so many samples, that leaves no trace."""
         before = self.batch
         if samples is None:
-            self._batch = replace(before, terms={}, heard=False)
+            self._batch = replace(before, graphs=None, terms={}, heard=False)
         else:
             self._batch = _Batch(samples * before.views, before.views)
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a run of the expected batch that becomes a graph, which sees to stand-ins."""
+        before = self.batch
+        self._batch = replace(before, live=None, graphs=None, terms={}, heard=False)
         try:
             yield
         finally:
@@ -244,6 +263,11 @@ class Capture:
             self.inside_unit = before
 
     # -- parameters and modules -----------------------------------------------------------------
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the model is on a GPU."""
+        return any(parameter.is_cuda for parameter in self.model.parameters())
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, as they are now."""
@@ -332,16 +356,7 @@ class Capture:
         batch = self.batch
 
         def heard(grad: Tensor) -> None:
-            if batch is not self._batch:
-                raise CaptureError(
-                    f"backward() reached '{path}' after its batch was finished. Call backward() "
-                    "once per batch, before optimizer.step()."
-                )
-            if torch.is_grad_enabled():
-                raise CaptureError(
-                    f"backward(create_graph=True) reached '{path}': gradients of gradients have no "
-                    "per-sample rule. Leave gradient penalties out of the private loss."
-                )
+            self.check_backward(path, batch)
             batch.heard = True
             if not batch.discard:
                 with plain_arithmetic():
@@ -353,11 +368,27 @@ class Capture:
         # The first trainable layer: nothing before it needs a gradient, so nothing else would
         # ask autograd for the gradient of its output. And a hook on a view (a linear layer's
         # output, of sequences) is lost when what follows works in place on it.
-        if output.device not in self._anchors:
-            anchor = torch.zeros((), device=output.device, requires_grad=True)
-            self._anchors[output.device] = anchor
-        tapped: Tensor = _Tap.apply(self._anchors[output.device], output, heard)  # type: ignore[no-untyped-call]
+        tapped: Tensor = _Tap.apply(self.anchor(output.device), output, heard)  # type: ignore[no-untyped-call]
         return tapped
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """A number that has a gradient, and so has what depends on it."""
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self._anchors[device]
+
+    def check_backward(self, path: str, batch: _Batch) -> None:
+        """Refuse a backward pass that is of another batch than the expected one, or is no end."""
+        if batch is not self._batch:
+            raise CaptureError(
+                f"backward() reached '{path}' after its batch was finished. Call backward() once "
+                "per batch, before optimizer.step()."
+            )
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                f"backward(create_graph=True) reached '{path}': gradients of gradients have no "
+                "per-sample rule. Leave gradient penalties out of the private loss."
+            )
 
     def add(self, path: str, own: str, term: Term, folds: int = 1) -> None:
         """Add a term, of `folds` rows a row of the batch, to the gradients of a module's own."""
@@ -370,6 +401,8 @@ class Capture:
             )
         name = self._name(joined(path, own))
         rows = batch.views * folds  # that belong to one sample, one after the other
+        if batch.live is not None:
+            term = only_first(term, batch.live * rows)
         if name not in batch.carriers:
             batch.put(name, (term if rows == 1 else term.merged(rows)).compact())
             return

@@ -7,7 +7,7 @@ sums of its rows. Each is computed parameter by parameter, in the memory of one 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -240,10 +240,8 @@ class PerSampleGradients:
             return zero, zero
         value = torch.stack([part.value for part in parts])
         magnitude = torch.stack([part.magnitude for part in parts])
-        # float64 and without waiting: a blocking copy would stall a GPU's stream.
-        errors = [(p.value_error, p.magnitude_error, p.summand_error) for p in parts]
-        on_device = torch.tensor(errors, dtype=torch.float64).to(value.device, non_blocking=True)
-        bound = bounds(value, magnitude, on_device)
+        errors = tuple((p.value_error, p.magnitude_error, p.summand_error) for p in parts)
+        bound = bounds(value, magnitude, _on_device(errors, value.device))
         return value.sum(0), bound.sum(0)
 
     @cached_property
@@ -294,6 +292,12 @@ class PerSampleGradients:
         if not self.packs:
             return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
         return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
+
+
+@cache
+def _on_device(errors: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """Constants of a model, copied once: a copy would stall a GPU, and a graph cannot hold it."""
+    return torch.tensor(errors, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def usable_weights(weights: Tensor) -> Tensor:

@@ -78,7 +78,11 @@ class StandIn(InPlaceOf):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._path:
             return self._alone(*args, **kwargs)
-        with self.capture.call_of_model(args, kwargs):
+        capture = self.capture
+        with capture.call_of_model(args, kwargs):
+            graphs = capture.batch.graphs if capture.active else None
+            if graphs is not None:
+                return graphs.call(capture, self._alone, args, kwargs)
             return self._alone(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -59,6 +59,9 @@ class Mechanism(Protocol):
     """
 
     public: tuple[PublicData, ...] = ()  # what it uses; the engine keeps it apart from the private
+    # Whether all that `clipped_sum` reads besides its argument keeps its place in memory from step
+    # to step, so that it can be recorded as a CUDA graph.
+    stays_in_place: bool = False
 
     def carriers(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """The carriers (L, R) of parameters whose gradients this step needs only through them.

@@ -184,3 +184,13 @@ def carriers_of(
         for names, stack in zip(groups, source.carriers(now, then, rank, step, draw), strict=True)
         for name, left, right in zip(names, *stack, strict=True)
     }
+
+
+def written_over(old: dict[str, Carrier], new: dict[str, Carrier]) -> dict[str, Carrier]:
+    """The new carriers in the memory of the old ones, where those are alike."""
+    before, after = ([x for carrier in each.values() for x in carrier] for each in (old, new))
+    kinds = [[(x.shape, x.dtype, x.device) for x in each] for each in (before, after)]
+    if old.keys() != new.keys() or kinds[0] != kinds[1]:
+        return new
+    torch._foreach_copy_(before, after)
+    return old

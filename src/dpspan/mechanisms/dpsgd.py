@@ -34,6 +34,8 @@ class DPSGD(Method):
 class DPSGDMechanism(Mechanism):
     """One step of DP-SGD."""
 
+    stays_in_place = True
+
     def __init__(self, clip: float, clipping: ClippingRule) -> None:
         self._clip, self._clipping = clip, clipping
 

@@ -34,6 +34,7 @@ from dpspan.mechanisms.carriers import (
     as_matrix,
     carried_weights,
     carriers_of,
+    written_over,
 )
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
@@ -90,22 +91,26 @@ class RGP(Method):
 class RGPMechanism(SteppedMechanism):
     """One step of RGP."""
 
+    stays_in_place = True  # carriers are written over
+
     def __init__(self, method: RGP, model: nn.Module) -> None:
         super().__init__()
         self._method = method
         self._weights = carried_weights(model, method.rank, method.layers)
         self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
-        self._carriers: dict[str, Carrier] | None = None  # of the present step
+        self._carriers: dict[str, Carrier] = {}
+        self._present = False  # whether the carriers are those of the present step
 
     def carriers(self) -> Mapping[str, Carrier]:
         """L and R of the present step."""
-        if self._carriers is None:
+        if not self._present:
             method, now = self._method, self._matrices()
             if self._first is None:
                 self._first = {name: weight.clone() for name, weight in now.items()}
-            self._carriers = carriers_of(
+            fresh = carriers_of(
                 now, self._first, method.source, method.rank, step=self.step, seed=method.seed
             )
+            self._carriers, self._present = written_over(self._carriers, fresh), True
         return self._carriers
 
     def _matrices(self) -> dict[str, Tensor]:
@@ -144,7 +149,7 @@ class RGPMechanism(SteppedMechanism):
 
     def gradient(self, released: Sums) -> Gradient:
         """Put together to gradients of the weights: ∂L R + L ∂R − L Lᵀ ∂L R."""
-        carriers, self._carriers = self.carriers(), None
+        carriers, self._present = self.carriers(), False
         self.step += 1
         update = of_parameters(released)
         for names in alike(self._matrices()):
@@ -182,4 +187,4 @@ class RGPMechanism(SteppedMechanism):
             if {n: w.shape for n, w in first.items()} != {n: w.shape for n, w in now.items()}:
                 raise ValueError("The state does not fit this run: it carries other weights.")
             first = {name: weight.to(now[name]) for name, weight in first.items()}
-        self.step, self._first, self._carriers = step, first, None
+        self.step, self._first, self._present = step, first, False

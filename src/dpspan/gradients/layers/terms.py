@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -140,6 +140,13 @@ def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
     if dropped is None:
         return full_precision(x)
     return full_precision(x).masked_fill(dropped.view(-1, *([1] * (x.dim() - 1))), 0.0)
+
+
+def only_first(term: Term, count: int) -> Term:
+    """The term as it was recorded, with zeros for all samples but the first `count`."""
+    name = "values" if isinstance(term, Rows) else "b"
+    x: Tensor = getattr(term, name)
+    return replace(term, **{name: torch.cat([x[:count], torch.zeros_like(x[count:])])})  # type: ignore[type-var]
 
 
 class Factored(Term):

@@ -1,0 +1,285 @@
+"""Batches of one size, filled up with stand-ins that do not count; on a GPU replayed as graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpspan
+from dpspan import DPSGD, GEP, PDPSGD, RGP, BiasedGEP, CaptureError, MirrorDescent, PrivacyEngine
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.gradients.capture import Capture
+from dpspan.model.networks import PaperCNN, ResNet20
+from helpers.oracle import per_sample_matrix
+from helpers.problems import PROBLEMS, loss_per_sample, make
+from helpers.training import data, setup, train, weights
+
+PUBLIC = torch.randn(12, 6, generator=torch.Generator().manual_seed(2)), torch.arange(12) % 2
+METHODS = {
+    "DPSGD": DPSGD(clip=1.0),
+    "GEP": GEP(public=PUBLIC, rank=4, clip=1.0),
+    "BiasedGEP": BiasedGEP(public=PUBLIC, rank=4, clip=1.0),
+    "PDPSGD": PDPSGD(public=PUBLIC, rank=4, clip=1.0),
+    "RGP": RGP(rank=1, clip=1.0),
+    "MirrorDescent": MirrorDescent(
+        public=PUBLIC, mixing=dpspan.ConstantMixing(share=0.5), clip=1.0
+    ),
+}
+
+
+def with_a_record_of(values: float) -> DataLoader[Any]:
+    """The usual data, of which record 0, which stands in, is made of this number."""
+    x, y = data().tensors
+    x = x.clone()
+    x[0] = values
+    return DataLoader(TensorDataset(x, y), batch_size=10)
+
+
+# -- stand-ins ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_stand_ins_have_gradients_of_zero_in_every_layer(name: str) -> None:
+    model, x = make(name)
+    live = len(x) - 1
+    with Capture(model) as capture:
+        capture.expect(len(x), live=live)
+        loss_per_sample(model, x).sum().backward()
+        found = capture.collect().matrix()
+    assert torch.allclose(found[:live], per_sample_matrix(model, loss_per_sample, x[:live]))
+    assert not found[live:].any()
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("size", [None, 4], ids=["default", "pieces"])
+def test_a_padded_step_is_the_same_step(method: Any, size: int | None) -> None:
+    arguments = {"method": method, "criterion": nn.CrossEntropyLoss()}
+    _, plain, *rest = setup(**arguments)
+    sizes = train(plain, *rest, epochs=3)
+    _, padded, *rest = setup(**arguments, cuda_graphs=True, max_physical_batch_size=size)
+    filled = train(padded, *rest, epochs=3)
+    assert len(set(sizes)) > 1
+    assert set(filled) == {size or 24}  # 10 + 2.33·√10, in eights
+    assert torch.allclose(weights(plain), weights(padded), atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [float("nan"), float("inf"), 1e30, -3.0])
+def test_a_record_that_stands_in_counts_only_where_it_was_drawn(values: float) -> None:
+    losses = {"loss_reduction": "sum"}
+    results = []
+    for padded in (False, True):
+        loader = with_a_record_of(values)
+        _, model, optimizer, loader = setup(data_loader=loader, cuda_graphs=padded, **losses)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss(reduction="sum")(model(x), y).backward()
+            optimizer.step()
+        results.append(weights(model))
+    assert results[0].isfinite().all()
+    assert torch.allclose(*results, atol=1e-5)
+
+
+def test_a_draw_larger_than_the_padding_takes_another_piece_and_is_never_cut() -> None:
+    engine, model, optimizer, loader = setup(
+        cuda_graphs=True, max_physical_batch_size=8, sample_rate=0.9, expected_batch_size=36
+    )
+    pieces = []
+    listening, loader.on_piece = loader.on_piece, lambda p: (pieces.append(p), listening(p))
+    train(model, optimizer, loader)
+    assert engine.ledger.steps == 1
+    assert [piece.size for piece in pieces] == [8] * len(pieces)
+    assert [piece.samples for piece in pieces[:-1]] == [8] * (len(pieces) - 1)
+    assert sum(piece.samples for piece in pieces) > 20
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_an_empty_draw_is_a_batch_like_any_other() -> None:
+    engine, model, optimizer, loader = setup(
+        cuda_graphs=True,
+        sample_rate=1e-9,
+        expected_batch_size=10,
+        noise_multiplier=0.0,
+        non_private=True,
+    )
+    loader.draw = PoissonDraw(records=40, sample_rate=1e-9, steps_per_epoch=3)
+    before = weights(model)
+    assert train(model, optimizer, loader) == [24] * 3
+    assert torch.equal(weights(model), before)
+    assert engine.ledger.steps == 3
+
+
+def test_the_size_comes_from_public_numbers() -> None:
+    engine, *_ = setup(cuda_graphs=True, sample_rate=0.1, expected_batch_size=1000.0)
+    assert engine.plan.most_at_once == 1080
+
+
+def test_a_model_that_is_called_twice_is_refused() -> None:
+    _, model, _, loader = setup(cuda_graphs=True)
+    with pytest.raises(CaptureError, match="more than once for a batch"):
+        for x, _ in loader:
+            (model(x) + model(-x)).sum().backward()
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+def images(n: int = 300, channels: int = 1, side: int = 28) -> TensorDataset:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, channels, side, side, generator=g)
+    return TensorDataset(x, torch.arange(n) % 10)
+
+
+def trained(model: nn.Module, dataset: TensorDataset, graphs: bool, **options: Any) -> Tensor:
+    """Weights after ten steps, of which from the fourth on graphs are replayed."""
+    engine, model, optimizer, loader = setup(
+        module=model.cuda(),
+        data_loader=DataLoader(dataset, batch_size=30),
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        cuda_graphs=graphs,
+        **options,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+    if graphs:
+        recordings = engine._run._graphs._recordings
+        assert len(recordings) == 1
+    return weights(model)
+
+
+PHOTOGRAPHS = torch.randn(40, 1, 28, 28, generator=torch.Generator().manual_seed(3))
+ON_A_GPU = {
+    "DPSGD": DPSGD(clip=1.0),
+    "GEP": GEP(public=PHOTOGRAPHS, rank=10, clip=1.0),
+    "PDPSGD": PDPSGD(public=PHOTOGRAPHS, rank=10, clip=1.0),
+    "RGP": RGP(rank=2, clip=1.0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ON_A_GPU.values(), ids=ON_A_GPU)
+@pytest.mark.parametrize("size", [None, 16], ids=["whole", "pieces"])
+def test_replayed_steps_are_the_same_steps(method: Any, size: int | None) -> None:
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        options = {"method": method, "max_physical_batch_size": size}
+        results.append(trained(PaperCNN(), images(), graphs, **options))
+    assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_replayed_steps_of_a_resnet(tf32: bool, autocast: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    results = []
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            for graphs in (False, True):
+                torch.manual_seed(0)
+                results.append(trained(ResNet20(), images(channels=3, side=32), graphs))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    slack = 3e-2 if autocast else 3e-3
+    assert (results[0] - results[1]).norm() < slack * results[0].norm()
+
+
+@pytest.mark.gpu
+def test_two_replays_draw_different_dropout() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10, bias=False)).cuda()
+    same = TensorDataset(torch.ones(300, 1, 28, 28), torch.zeros(300, dtype=torch.long))
+    _, model, optimizer, loader = setup(
+        PrivacyEngine(),
+        module=model,
+        data_loader=DataLoader(same, batch_size=30),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        cuda_graphs=True,
+    )
+    outputs = []
+    for _ in range(2):
+        for x, _ in loader:
+            optimizer.zero_grad()
+            out = model(x.cuda())
+            out.sum().backward()
+            optimizer.step()
+            outputs.append(out.detach())
+    replayed = torch.stack(outputs[3:])
+    rows = replayed.flatten(0, 1)
+    assert len(rows.unique(dim=0)) == len(rows)  # between records, and between replays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [float("nan"), 1e30])
+def test_stand_ins_do_not_count_in_a_replay(values: float) -> None:
+    x, y = (t.clone() for t in images().tensors)
+    x[0] = values
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        results.append(trained(PaperCNN(), TensorDataset(x, y), graphs))
+    assert results[0].isfinite().all()
+    assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
+
+
+@pytest.mark.gpu
+def test_weights_that_move_in_memory_are_recorded_anew() -> None:
+    torch.manual_seed(0)
+    _, model, optimizer, loader = setup(
+        module=PaperCNN().cuda(), data_loader=DataLoader(images(), batch_size=30), cuda_graphs=True
+    )
+    for number, (x, y) in enumerate(loader):
+        if number == 5:
+            for parameter in model.parameters():
+                parameter.data = torch.zeros_like(parameter)
+        out = model(x.cuda())
+        assert bool(out.any()) == (number < 5)
+        if number >= 5:
+            break
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(out, y.cuda()).backward()
+        optimizer.step()
+
+
+class Waits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert float(x.abs().sum()) >= 0
+        return self.layer(x.flatten(1))
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match="cannot be recorded as a CUDA graph"):
+        trained(Waits(), images(), True)
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_never_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpspan.model.guard._RARELY", 2**40)
+    torch.manual_seed(0)
+    _, model, optimizer, loader = setup(
+        module=ResNet20().cuda(),
+        data_loader=DataLoader(images(900, 3, 32), batch_size=30),
+        cuda_graphs=True,
+    )
+    for number, (x, y) in enumerate(loader, start=1):
+        batch = x.cuda(), y.cuda()
+        checked = number < 6 or number.bit_count() == 1
+        torch.cuda.set_sync_debug_mode("default" if checked else "error")
+        try:
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
