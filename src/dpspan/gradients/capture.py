@@ -188,12 +188,13 @@ class Capture:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around a run of the expected batch that becomes a graph, which sees to stand-ins."""
-        before = self.batch
+        before, anchors = self.batch, self._anchors
         self._batch = replace(before, live=None, graphs=None, terms={}, heard=False)
+        self._anchors = {}  # those of other graphs belong to another stream
         try:
             yield
         finally:
-            self._batch = before
+            self._batch, self._anchors = before, anchors
 
     def disarm(self) -> None:
         """Forget the expected batch, if there is one, and what it brought."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.pairs import line_blocks
-from dpspan.gradients.layers.terms import Rows, Stack, Term, joined, kept
+from dpspan.gradients.layers.terms import Rows, Stack, Term, joined, weighted_sum
 from dpspan.gradients.numerics import (
     Arithmetic,
     ieee,
@@ -77,7 +77,7 @@ class Residual:
         with ieee(like):
             for names, rows in self._rows.items():
                 sizes = [self.gradients.shapes[name].numel() for name in names]
-                parts = (rounded @ kept(rows, dropped))[: sum(sizes)].split(sizes)
+                parts = weighted_sum(rows, rounded, dropped)[: sum(sizes)].split(sizes)
                 sums |= dict(zip(names, parts, strict=True))
             others = [name for name in self.gradients.shapes if name not in sums]
             if others:

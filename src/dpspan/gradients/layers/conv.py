@@ -19,6 +19,7 @@ from dpspan.gradients.layers.terms import (
     blocks,
     by_blocks,
     compact,
+    fused,
     joined,
     joined_pairs,
     kept,
@@ -139,10 +140,22 @@ class Patches(Factored):
         size = self.weight.numel()
         return compact(self, size, size if self.samples * size * 4 <= limit else stored)
 
+    def rows_to_keep(self, start: int, stop: int) -> Tensor:
+        x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
+        if self.groups > 1 or not len(x) or not fused(x) or not Arithmetic.of(x).factor:
+            return self.rows(start, stop)
+        return self._patch_products(x, b)
+
+    def _patch_products(self, x: Tensor, b: Tensor) -> Tensor:
+        from dpspan.gradients.layers import kernels
+
+        pad = [side for p in reversed(self.padding) for side in (p, p)]
+        return kernels.patch_products(F.pad(x, pad), b, self.weight[2:], self.stride, self.dilation)
+
     def merged(self, views: int) -> Rows:
         return Rows(
             by_blocks(
-                lambda i, j: Rows(self.rows(i * views, j * views)).merged(views).values,
+                lambda i, j: Rows(self.rows_to_keep(i * views, j * views)).merged(views).values,
                 self.samples // views,
                 views * self.weight.numel(),
                 self.x,
@@ -156,7 +169,8 @@ class Patches(Factored):
         if self.groups > 1:  # carriers would mix what the groups keep apart
             return super().compress(left, right)
         x, b = full_precision(self.x), full_precision(self.b)
-        if x.is_cuda:  # many small kernels cost more than copying the patches once
+        own_kernel = fused(x) and bool(Arithmetic.of(x).factor)
+        if x.is_cuda and not own_kernel:  # small kernels cost more than copying the patches once
             ranges = blocks(len(x), self.depth * right.shape[1], x)
             return joined_pairs([self._compressed(x[i:j], b[i:j], left, right) for i, j in ranges])
         # R a is a convolution with r filters, and Lᵀ G the gradient of one with r outputs: neither
@@ -167,7 +181,7 @@ class Patches(Factored):
         )
         outputs = (left.T @ b.flatten(2)).view(len(b), len(right), *b.shape[2:])
         thin = dataclasses.replace(self, x=x, b=outputs, weight=filters.shape)
-        rights = thin.rows(0, self.samples).view(self.samples, *right.shape)
+        rights = thin.rows_to_keep(0, self.samples).view(self.samples, *right.shape)
         return torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)), rights
 
     def _compressed(

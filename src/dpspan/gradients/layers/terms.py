@@ -6,9 +6,11 @@ a module called twice, or a weight tied between modules, gives several.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -41,6 +43,10 @@ class Term(ABC):
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
         """The gradients of samples start … stop − 1 as rows, (stop − start, d)."""
+
+    def rows_to_keep(self, start: int, stop: int) -> Tensor:
+        """The same where these rows are measured *and* summed: however they round is right."""
+        return self.rows(start, stop)
 
     @abstractmethod
     def lines(self, start: int, stop: int, width: int) -> Tensor:
@@ -142,6 +148,25 @@ def kept(x: Tensor, dropped: Tensor | None) -> Tensor:
     return full_precision(x).masked_fill(dropped.view(-1, *([1] * (x.dim() - 1))), 0.0)
 
 
+def weighted_sum(rows: Tensor, weights: Tensor, dropped: Tensor | None) -> Tensor:
+    """Σ_i w_i rows_i, in which `dropped` rows, of weight zero, do not count even if not finite."""
+    if dropped is not None and fused(rows) and rows.stride(1) == 1:
+        from dpspan.gradients.layers import kernels
+
+        return kernels.weighted_sum(rows, weights)
+    return weights @ kept(rows, dropped)
+
+
+def fused(x: Tensor) -> bool:
+    """Whether there are kernels of our own for a tensor like `x`."""
+    return x.is_cuda and x.dtype == torch.float32 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
 def only_first(term: Term, count: int) -> Term:
     """The term as it was recorded, with zeros for all samples but the first `count`."""
     name = "values" if isinstance(term, Rows) else "b"
@@ -192,7 +217,7 @@ class Rows(Term):
         return squared_norms(self.flat())
 
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
-        return weights @ kept(self.flat(), dropped)
+        return weighted_sum(self.flat(), weights, dropped)
 
     def merged(self, views: int) -> Rows:
         return Rows(full_precision(self.values).unflatten(0, (-1, views)).sum(1))
@@ -312,4 +337,4 @@ def compact(term: Term, row_size: int, stored: int) -> Term:
     multiplications against T²·(d_in + d_out) for the ghost norm. Dividing by T, it is the same
     inequality: what is smaller is also faster.
     """
-    return Rows(term.rows(0, term.samples)) if row_size <= stored else term
+    return Rows(term.rows_to_keep(0, term.samples)) if row_size <= stored else term
