@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import statistics
 import warnings
@@ -97,18 +99,11 @@ class Comparison:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
+        content = copy.deepcopy(content)
         try:
-            rows = [
-                {
-                    **row,
-                    "results": [
-                        {**r, "value": r[content["metric"]], "status": ending(r)}
-                        for r in row["results"]
-                    ],
-                }
-                for row in content["rows"]
-            ]
-            return TypeAdapter(cls).validate_python({**content, "rows": rows})
+            for result in itertools.chain(*(row["results"] for row in content["rows"])):
+                result |= {"value": result[content["metric"]], "status": ending(result)}
+            return TypeAdapter(cls).validate_python(content)
         except (ValidationError, KeyError, TypeError):  # whose words may quote numbers
             raise ValueError(
                 "The comparison is damaged: its fields are not those of one."
