@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 import dpspan
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
@@ -15,8 +16,6 @@ from dpspan.app.cli.app import Json, Quiet, answer, app
 from dpspan.support.checks import check_count, expect
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dpspan.accounting.epsilon import Spending
 
 _MAY = "; may be repeated."
@@ -47,18 +46,14 @@ def account_command(
     given: dict[str, list[Any] | None]
     given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
     missing = [name for name, values in given.items() if not values]
-    if len(missing) != 1:
-        raise ValueError(
-            "Expected two of --epsilon, --noise-multiplier and --epochs; the third is computed."
-        )
+    two = "two of --epsilon, --noise-multiplier and --epochs, to compute the third"
+    expect(len(missing) == 1, two, len(given) - len(missing))
     from dpspan.accounting.epsilon import check_accountant
 
     check_accountant(accountant)
     settings = itertools.product(rates, *(values or [None] for values in given.values()))
-    rows = [
-        {**_row(*setting, delta=delta, accountant=accountant), "solved_for": missing[0]}
-        for setting in settings
-    ]
+    shared: dict[str, Any] = {"delta": delta, "accountant": accountant}
+    rows = [{**_row(*setting, **shared), "solved_for": missing[0]} for setting in settings]
     warn_of_weaknesses(max(row["epsilon"] for row in rows), delta, records)
     document = {"adjacency": "add or remove one record", "rows": rows}
     answer(document, _table(rows), as_json=as_json)
@@ -129,8 +124,6 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     first = rows[0]
     settings = f"δ = {first['delta']:g}, {first['accountant']}"
     table = Table(title=f"{settings}, add or remove one record, Poisson batches")
