@@ -1,7 +1,5 @@
 """What came out of a comparison: as dataclasses, JSON, a table, a picture and sentences."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -11,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter, ValidationError
@@ -95,7 +93,7 @@ class Comparison:
         return content
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Comparison:
+    def from_dict(cls, content: dict[str, Any]) -> Self:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
@@ -105,9 +103,7 @@ class Comparison:
                 result |= {"value": result[content["metric"]], "status": ending(result)}
             return TypeAdapter(cls).validate_python(content)
         except (ValidationError, KeyError, TypeError):  # whose words may quote numbers
-            raise ValueError(
-                "The comparison is damaged: its fields are not those of one."
-            ) from None
+            raise ValueError("The comparison is damaged: it lacks fields of one.") from None
 
     def __rich__(self) -> Table:
         runs = max(len(row.results) for row in self.rows)
