@@ -4,8 +4,6 @@ No complaint shows what the file holds: somebody will give the private data wher
 is meant. So of keys only those are named that a configuration has, and of values only the kind.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,10 +162,8 @@ def _lines(node: Any, name: str, at: _Path = ()) -> dict[_Path, int]:
     for part, first, value in parts:
         path, line = (*at, part), first.start_mark.line + 1
         if path in found:
-            raise ConfigError(
-                f"{name}:{line}: The key in this line stands in line {found[path]} too. "
-                "Keep one of the two."
-            )
+            twice = f"The key in this line stands in line {found[path]} too"
+            raise ConfigError(f"{name}:{line}: {twice}. Keep one of the two.")
         found |= {path: line, **_lines(value, name, path)}
     return found
 

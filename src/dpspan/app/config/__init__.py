@@ -3,8 +3,6 @@
 Everything in it is public: it is copied into the run's folder and quoted by the certificate.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
