@@ -1,11 +1,9 @@
 """`dpspan account`: of ε, noise multiplier and epochs, the third from the other two."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,9 +12,6 @@ import dpspan
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
 from dpspan.app.cli.app import Json, Quiet, answer, app
 from dpspan.support.checks import check_count, expect
-
-if TYPE_CHECKING:
-    from dpspan.accounting.epsilon import Spending
 
 _MAY = "; may be repeated."
 _MOST_EPOCHS = 10**6
@@ -92,16 +87,14 @@ def _row(
         assert epsilon is not None
         assert epochs is not None
         z = dpspan.calibrate(epsilon, delta, q, epochs * an_epoch, accountant=accountant)
-    event = step_event(z, q)
-
-    def priced(epochs: int) -> Spending:
-        return account([(event, epochs * an_epoch)] if epochs else [], delta, accountant)
-
+    step = step_event(z, q)
     if epochs is None:
         assert epsilon is not None
         most = dpspan.Budget(epsilon=epsilon, delta=delta).epsilon
-        epochs = _largest(lambda epochs: priced(epochs).epsilon <= most)
-    spending = priced(epochs)
+        epochs = _largest(
+            lambda n: account([(step, n * an_epoch)], delta, accountant).epsilon <= most
+        )
+    spending = account([(step, epochs * an_epoch)] if epochs else [], delta, accountant)
     return {
         "sample_rate": q,
         "epochs": epochs,
