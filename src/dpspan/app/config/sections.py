@@ -142,9 +142,8 @@ class MethodSection(BuiltSection):
     def arguments(self) -> dict[str, Any]:
         """The keys, with rules in place of their names."""
         found = super().arguments()
-        for key in {"clipping", "solver"} & set(found):
-            found[key] = getattr(dpspan, _RULES[found[key]])()
-        return found
+        rules = {key: _RULES[found[key]] for key in ("clipping", "solver") if key in found}
+        return found | {key: getattr(dpspan, rule)() for key, rule in rules.items()}
 
     def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
         """The method, for a run of so many steps."""
