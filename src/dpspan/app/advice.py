@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.table import Column, Table
 from scipy import stats
 from torch.utils.data import Dataset, TensorDataset
 
@@ -65,15 +65,13 @@ def advise(
 
     Examples:
         >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import TensorDataset
         >>> import dpspan
         >>> x, y = torch.randn(800, 4), torch.arange(800) % 2
         >>> public = x[400:], y[400:]
         >>> task = dpspan.Task(
-        ...     model=lambda: nn.Linear(4, 2),
-        ...     private=TensorDataset(x[:400], y[:400]),
-        ...     test=TensorDataset(*public),
+        ...     model=lambda: torch.nn.Linear(4, 2),
+        ...     private=torch.utils.data.TensorDataset(x[:400], y[:400]),
+        ...     test=None,
         ...     batch_size=50,
         ...     epochs=2,
         ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
@@ -260,8 +258,7 @@ def rehearsal(
     test, public, rest = np.split(order, [tested, tested + kept])
     part = None
     if kept:
-        tensors = _part(stand_in, public).tensors
-        part = PublicData.of(tensors, name="a part of the public data")
+        part = PublicData.of(_part(stand_in, public).tensors, name="a part of the public data")
         others = (part,)
     private: Dataset[Any] = _part(stand_in, rest[:records])
     for data in others or ():
@@ -275,10 +272,8 @@ def rehearsal(
             f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
             "Give more labelled public data, or plan with a larger batch_size."
         )
-    measured = _part(stand_in, test)
-    rehearsed = dataclasses.replace(
-        task, private=private, test=measured, batch_size=batch, public=None, warm_start=None
-    )
+    own: dict[str, Any] = {"test": _part(stand_in, test), "batch_size": batch}
+    rehearsed = dataclasses.replace(task, private=private, **own, public=None, warm_start=None)
     return Rehearsal(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
 
 
@@ -290,16 +285,13 @@ def public_of(contender: Contender) -> tuple[PublicData, ...]:
 
 
 def _part(data: PublicData, indices: Any) -> TensorDataset:
-    chosen = torch.from_numpy(np.sort(indices))
-    pieces = list(data.pieces(data.count, chosen))
+    pieces = list(data.pieces(data.count, torch.from_numpy(np.sort(indices))))
     if len(pieces) != 1:
         raise ValueError(
             "Expected a stand-in whose samples all have the same shape, got several shapes: give "
             "tensors, or a DataLoader that pads to one length."
         )
-    _, inputs, labels = pieces[0]
-    assert labels is not None  # `_scenes` has seen to it
-    return TensorDataset(inputs, labels)
+    return TensorDataset(*pieces[0].batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,19 +346,15 @@ class Advice:
         return [*said, *self.notes]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = Table(title="Rehearsed on public data (ε = 0)", caption="mean, lowest and highest")
-        shown.add_column("training")
-        for heading in ("accuracy", "lowest … highest", "learning rate"):
-            shown.add_column(heading, justify="right")
+        headings = ("accuracy", "lowest … highest", "learning rate")
+        columns = (Column(heading, justify="right") for heading in headings)
+        title, caption = "Rehearsed on public data (ε = 0)", "mean, lowest and highest"
+        shown = Table("training", *columns, title=title, caption=caption)
         for trial in sorted(self.trials, key=lambda trial: -trial.mean):
             rate = "" if trial.learning_rate is None else f"{trial.learning_rate:g}"
-            mark = "→ " if trial.name == self.recommended else ""
-            shown.add_row(
-                mark + trial.name,
-                f"{trial.mean:.1%}",
-                f"{min(trial.values):.1%} … {max(trial.values):.1%}",
-                rate + ("*" if trial.at_the_end else ""),
-            )
+            mark, end = "→ " * (trial.name == self.recommended), "*" * trial.at_the_end
+            spread = f"{min(trial.values):.1%} … {max(trial.values):.1%}"
+            shown.add_row(mark + trial.name, f"{trial.mean:.1%}", spread, rate + end)
         yield shown
         yield from (f"• {sentence}" for sentence in self.sentences())
 

@@ -116,10 +116,8 @@ def load(source: Source, *, classes: Classes) -> Loaded:
 
     count = check_count("classes", classes if isinstance(classes, int) else len(classes))
     if not source.path.exists():
-        raise FileNotFoundError(
-            f"There is nothing at {source.path}. Paths are relative to the folder that dpspan is "
-            f"started in, {Path.cwd()}."
-        )
+        here = f"Paths are relative to the folder that dpspan is started in, {Path.cwd()}"
+        raise FileNotFoundError(f"There is nothing at {source.path}. {here}.")
     inputs, labels, layout = source.read(classes)
     if inputs.dtype == object or inputs.ndim < 2 or not len(inputs):
         raise ValueError(
@@ -136,10 +134,8 @@ def load(source: Source, *, classes: Classes) -> Loaded:
         _scale(source, arrays[0], 255.0 if inputs.dtype == np.uint8 else 1.0)
     if labels is not None:
         if labels.shape != (len(inputs),):
-            raise ValueError(
-                f"Expected one label for each of the {len(inputs)} samples in {source.path}, got "
-                f"labels of shape {labels.shape}."
-            )
+            one_each = f"one label for each of the {len(inputs)} samples in {source.path}"
+            raise ValueError(f"Expected {one_each}, got labels of shape {labels.shape}.")
         arrays.append(_class_numbers(source.path, labels, classes, count))
     dataset = TensorDataset(*map(torch.from_numpy, arrays))
     return Loaded(dataset=dataset, classes=count, raw=raw)
@@ -155,8 +151,7 @@ def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
     if len(bad):
         raise ValueError(
             f"{len(bad)} samples in {path} hold NaN or infinity (the first is sample {bad[0]}). "
-            "Fill the gaps with a constant that does not depend on the data, or leave these "
-            "samples out."
+            "Leave them out, or fill the gaps with a constant that does not depend on the data."
         )
     return arranged
 
@@ -286,10 +281,7 @@ def read_idx(path: Path) -> Array:
     start = 4 + 4 * dimensions
     shape = tuple(int(n) for n in np.frombuffer(content[4:start], dtype=">u4"))
     if len(shape) != dimensions or len(content) - start != math.prod(shape) * kind.itemsize:
-        raise ValueError(
-            f"{path} is not a complete IDX file: what follows its header is not as long as that "
-            "says."
-        )
+        raise ValueError(f"{path} is not a complete IDX file: its length is not its header's.")
     return np.frombuffer(content, kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))
 
 
@@ -319,10 +311,8 @@ class ImageFolder(Source):
             raise ValueError(f"There are no images in {self.path}. Known endings: {known}.")
         pixels = [self._pixels(number, file) for number, (file, _) in enumerate(found, 1)]
         if len({image.shape for image in pixels}) > 1:
-            raise ValueError(
-                f"Expected images of one size in {self.path}, got several. Set `size: [height, "
-                "width]` to resize them."
-            )
+            cure = "Set `size: [height, width]` to resize them"
+            raise ValueError(f"Expected images of one size in {self.path}, got several. {cure}.")
         labels = np.array([label for _, label in found]) if self.labelled else None
         return np.stack(pixels), labels, "channels_last"
 
@@ -342,8 +332,7 @@ class ImageFolder(Source):
 
     def _class_names(self, classes: Classes) -> list[str]:
         """The subfolders. Each class must have one, even if it is empty: or numbers shift."""
-        folders = [path.name for path in self.path.iterdir() if path.is_dir()]
-        found = sorted(name for name in folders if name[0] != ".")
+        found = sorted(path.name for path in self.path.glob("[!.]*") if path.is_dir())
         expected = found if isinstance(classes, int) else list(classes)
         count = classes if isinstance(classes, int) else len(classes)
         if set(found) - set(expected) or len(expected) != count:
@@ -412,10 +401,8 @@ class Csv(Table):
         check_names(self.path, "column", names, header)
         for line, row in rows:
             if len(row) != len(header):
-                raise ValueError(
-                    f"{self.path} is not a readable CSV file: line {line} has {len(row)} values, "
-                    f"the header {len(header)}."
-                )
+                lengths = f"line {line} has {len(row)} values, the header {len(header)}"
+                raise ValueError(f"{self.path} is not a readable CSV file: {lengths}.")
         places = {name: header.index(name) for name in names}
         return {name: [row[place].strip() for _, row in rows] for name, place in places.items()}
 

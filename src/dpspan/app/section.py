@@ -4,12 +4,10 @@ No complaint shows what the file holds: somebody will give the private data wher
 is meant. So of keys only those are named that a configuration has, and of values only the kind.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Never, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -32,18 +30,16 @@ class Section(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, values: Any) -> Any:
         """Before anything else: a misspelt key is why another one is missing."""
-        for key in values if isinstance(values, dict) else ():
+        for key in map(str, values if isinstance(values, dict) else ()):
             if key not in cls.model_fields:
-                raise PydanticCustomError(
-                    "unknown_key",
-                    "Unknown key{hint}. Allowed here: {allowed}.",
-                    {
-                        "key": str(key),
-                        "hint": near(str(key), cls.model_fields),
-                        "allowed": ", ".join(cls.model_fields),
-                    },
-                )
+                hint, allowed = near(key, cls.model_fields), ", ".join(cls.model_fields)
+                refuse(key, f"Unknown key{hint}. Allowed here: {allowed}.", kind="unknown_key")
         return values
+
+
+def refuse(at: str, message: str, kind: str = "refused") -> Never:
+    """What is wrong with the section being validated, at this path of keys below it."""
+    raise PydanticCustomError(kind, "{message}", {"message": message, "at": at})
 
 
 class BuiltSection(Section):
@@ -56,8 +52,7 @@ class BuiltSection(Section):
     of_the_file: ClassVar[tuple[str, ...]] = ("name", "public")  # keys that are no arguments
 
     def arguments(self) -> dict[str, Any]:
-        keys = (key for key in type(self).model_fields if key not in self.of_the_file)
-        return {key: getattr(self, key) for key in keys}
+        return {key: value for key, value in self if key not in self.of_the_file}
 
     def built(self, **more: Any) -> Any:
         """What the section describes, with more arguments, or others."""
@@ -133,20 +128,15 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
         return model.model_validate(values)
     except ValidationError as error:
         complete = _with_allowed_tags(error, model, values)
-    known = _keys(model.model_json_schema())
+    schema = model.model_json_schema()
+    sections = (schema, *schema.get("$defs", {}).values())
+    known = {key for section in sections for key in section.get("properties", ())}
     problems: dict[tuple[str, int], str] = {}
     for found in complete.errors():
         place, line = _place(lines, found, known)
         # Of a value that could be several things, one complaint will do.
         problems.setdefault((place, line), f"{name}:{line}: {place}: {_sentence(found)}")
     raise ConfigError("\n".join(problems.values()))
-
-
-def _keys(schema: Any) -> set[str]:
-    """The names of all fields in a model and below."""
-    parts = schema.values() if isinstance(schema, dict) else schema
-    own = set(schema.get("properties", ())) if isinstance(schema, dict) else set()
-    return own.union(*map(_keys, parts)) if isinstance(schema, dict | list) else own
 
 
 def _with_allowed_tags(error: ValidationError, model: type[Model], values: Any) -> ValidationError:
@@ -172,10 +162,8 @@ def _lines(node: Any, name: str, at: _Path = ()) -> dict[_Path, int]:
     for part, first, value in parts:
         path, line = (*at, part), first.start_mark.line + 1
         if path in found:
-            raise ConfigError(
-                f"{name}:{line}: The key in this line stands in line {found[path]} too. "
-                "Keep one of the two."
-            )
+            twice = f"The key in this line stands in line {found[path]} too"
+            raise ConfigError(f"{name}:{line}: {twice}. Keep one of the two.")
         found |= {path: line, **_lines(value, name, path)}
     return found
 
@@ -190,7 +178,7 @@ def _place(
     context = problem.get("ctx", {})
     path: _Path = ()
     names: list[str] = []
-    for part in (*problem["loc"], *context.get("at", context.get("key", "")).split(".")):
+    for part in (*problem["loc"], *context.get("at", "").split(".")):
         if (*path, part) in lines:
             path = (*path, part)
             named = part in known or isinstance(part, int) or problem["type"] == "refused"

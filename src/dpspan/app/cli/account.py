@@ -1,23 +1,17 @@
 """`dpspan account`: of ε, noise multiplier and epochs, the third from the other two."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 import dpspan
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
 from dpspan.app.cli.app import Json, Quiet, answer, app
 from dpspan.support.checks import check_count, expect
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dpspan.accounting.epsilon import Spending
 
 _MAY = "; may be repeated."
 _MOST_EPOCHS = 10**6
@@ -47,18 +41,14 @@ def account_command(
     given: dict[str, list[Any] | None]
     given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "epochs": epochs}
     missing = [name for name, values in given.items() if not values]
-    if len(missing) != 1:
-        raise ValueError(
-            "Expected two of --epsilon, --noise-multiplier and --epochs; the third is computed."
-        )
+    two = "two of --epsilon, --noise-multiplier and --epochs, to compute the third"
+    expect(len(missing) == 1, two, len(given) - len(missing))
     from dpspan.accounting.epsilon import check_accountant
 
     check_accountant(accountant)
     settings = itertools.product(rates, *(values or [None] for values in given.values()))
-    rows = [
-        {**_row(*setting, delta=delta, accountant=accountant), "solved_for": missing[0]}
-        for setting in settings
-    ]
+    shared: dict[str, Any] = {"delta": delta, "accountant": accountant}
+    rows = [{**_row(*setting, **shared), "solved_for": missing[0]} for setting in settings]
     warn_of_weaknesses(max(row["epsilon"] for row in rows), delta, records)
     document = {"adjacency": "add or remove one record", "rows": rows}
     answer(document, _table(rows), as_json=as_json)
@@ -97,16 +87,14 @@ def _row(
         assert epsilon is not None
         assert epochs is not None
         z = dpspan.calibrate(epsilon, delta, q, epochs * an_epoch, accountant=accountant)
-    event = step_event(z, q)
-
-    def priced(epochs: int) -> Spending:
-        return account([(event, epochs * an_epoch)] if epochs else [], delta, accountant)
-
+    step = step_event(z, q)
     if epochs is None:
         assert epsilon is not None
         most = dpspan.Budget(epsilon=epsilon, delta=delta).epsilon
-        epochs = _largest(lambda epochs: priced(epochs).epsilon <= most)
-    spending = priced(epochs)
+        epochs = _largest(
+            lambda n: account([(step, n * an_epoch)], delta, accountant).epsilon <= most
+        )
+    spending = account([(step, epochs * an_epoch)] if epochs else [], delta, accountant)
     return {
         "sample_rate": q,
         "epochs": epochs,
@@ -129,8 +117,6 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     first = rows[0]
     settings = f"δ = {first['delta']:g}, {first['accountant']}"
     table = Table(title=f"{settings}, add or remove one record, Poisson batches")

@@ -7,8 +7,6 @@ Commands import what they need when they have checked what they were given: help
 wait for no torch.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import sys
@@ -16,16 +14,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 import dpspan
 from dpspan.support.strict_json import plain
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _OWN = "dpspan: "
 
@@ -119,13 +115,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """For results, or with `stderr` for everything else."""
-    from rich.console import Console
-
-    return Console(stderr=stderr, quiet=quiet)
-
-
 def check_exists(path: Path) -> None:
     """FileNotFoundError, before anything slow is imported."""
     if not path.exists():
@@ -141,7 +130,7 @@ def answer(
         print(json.dumps(plain(document), indent=2, ensure_ascii=ascii_only, allow_nan=False))
         return
     for each in shown:
-        console().print(each, soft_wrap=isinstance(each, str))
+        Console().print(each, soft_wrap=isinstance(each, str))
     if note and not quiet:
         say(note)
 

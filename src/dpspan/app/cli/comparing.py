@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 import dpspan
-from dpspan.app.cli.app import Json, Quiet, answer, app, console
+from dpspan.app.cli.app import Json, Quiet, answer, app
+from dpspan.support.checks import expect
 
 if TYPE_CHECKING:
     from dpspan.app.config import Config
     from dpspan.app.run.training import Contender, Task
 
+# What the rows of a comparison have in common
+_SHARED = ("data", "features", "model", "trainable", "budget")
 _TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
-_SHARED = (
-    "data",
-    "features",
-    "model",
-    "trainable",
-    "budget",
-    *(f"training.{k}" for k in _TRAINING),
-)
 
 
 @app.command(name="compare")
@@ -55,7 +52,7 @@ def compare_command(
         out=to,
         seeds=range(seed, seed + seeds),
         jobs=jobs,
-        console=None if as_json or quiet else console(stderr=True),
+        console=None if as_json or quiet else Console(stderr=True),
     )
     comparison.plot(to / "comparison.png")
     said = [f"• {sentence}" for sentence in verdicts(comparison)]
@@ -68,21 +65,18 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
     from dpspan.app.config import load_config
 
     names = [path.stem for path in paths]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"Expected configurations with different file names, which are the names of the rows, "
-            f"got {', '.join(names)}: rename one."
-        )
+    one_each = "configurations with different file names, which name the rows"
+    expect(len(set(names)) == len(names), one_each, ", ".join(names))
     settings = {path.stem: load_config(path) for path in paths}
     first = next(iter(settings.values()))
-    for name, config in settings.items():
-        for key in _SHARED:
-            value = operator.attrgetter(key)
-            if value(config) != value(first):
-                raise ValueError(
-                    f"Expected the same `{key}` in all configurations, got another one in {name}: "
-                    "a comparison is of methods, at one price."
-                )
+    shared = (*_SHARED, *(f"training.{key}" for key in _TRAINING))
+    for key, (name, config) in itertools.product(shared, settings.items()):
+        value = operator.attrgetter(key)
+        if value(config) != value(first):
+            raise ValueError(
+                f"Expected the same `{key}` in all configurations, got another one in {name}: a "
+                "comparison is of methods, at one price."
+            )
     if len({c.choose for c in settings.values() if c.choose is not None}) > 1:
         raise ValueError("Expected one `choose` section: rows that choose share what they chose.")
     if first.data.test is None:
@@ -169,9 +163,8 @@ def advise_command(
     data = {name: dpspan.PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
     start = None if settings.warm_start is None else settings.warm_start.public
     used = public or getattr(settings.method, "public", None) or start or next(iter(data))
-    for name in (used, *([] if stand_in is None else [stand_in])):
-        if name not in data:
-            raise ValueError(f"Expected one of {', '.join(data)} under data.public, got '{name}'.")
+    for name in {used, stand_in} - {None}:
+        expect(name in data, f"one of {', '.join(data)} under data.public", name)
     paid = None
     if settings.choose is not None:  # the record of what it will cost
         ledger = dpspan.Ledger()
@@ -195,7 +188,7 @@ def advise_command(
         rates=[own.learning_rate * rate / RATES[len(RATES) // 2] for rate in RATES],
         folds=folds,
         jobs=jobs,
-        console=None if as_json or quiet else console(stderr=True),
+        console=None if as_json or quiet else Console(stderr=True),
     )
     if settings.choose is not None:
         note = f"The private choice may fall on other public data than “{used}”, used here."
@@ -209,16 +202,12 @@ def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
 
     settings = load_config(path)
     if settings.features is not None:
-        raise ValueError(
-            "`dpspan advise` does not know the `features` section. Leave it out to compare methods "
-            "on the images themselves."
-        )
+        without = "leave it out to compare methods on the images themselves"
+        raise ValueError(f"`dpspan advise` does not know the `features` section: {without}.")
     records = records or settings.data.records
     if records is None:
-        raise ValueError(
-            "Expected data.records or --records, about how many private records there are: the "
-            "private data are not opened to count them."
-        )
+        unopened = "the private data are not opened to count them"
+        raise ValueError(f"Expected data.records or --records, about how many: {unopened}.")
     if not settings.data.public:
         raise ValueError("Expected data.public: advice is found on labelled public data.")
     if settings.budget.epsilon is None:
@@ -237,7 +226,7 @@ def demo_command(
     """What public data is worth, on real digits, in a few minutes. Nothing is downloaded."""
     from dpspan.app.demo import run as run_demo
 
-    tour = console(stderr=as_json or quiet, quiet=quiet)
+    tour = Console(stderr=as_json or quiet, quiet=quiet)
     comparison = run_demo(to, tour, seeds=seeds, jobs=jobs)
     if as_json or quiet:
         answer(comparison.to_dict(), comparison, as_json=as_json)

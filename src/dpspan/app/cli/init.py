@@ -3,8 +3,6 @@
 Of the data, only names are looked at: columns, arrays, folders. No value is.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -117,10 +115,8 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
     inputs = next((n for n in (f"x_{part}", f"X_{part}", "x", "X", "x_train") if n in names), None)
     labels = label or next((n for n in (f"y_{part}", "y", "labels", "y_train") if n in names), None)
     if inputs is None or labels not in names:
-        raise ValueError(
-            f"Cannot tell which of the {len(names)} arrays of {path} are inputs and labels. Name "
-            "the inputs x, and pass --label."
-        )
+        what, cure = f"the {len(names)} arrays of {path}", "Name the inputs x, and pass --label"
+        raise ValueError(f"Cannot tell which of {what} are inputs and labels. {cure}.")
     return {"inputs": inputs, "labels": labels}
 
 
@@ -140,11 +136,10 @@ def _csv_names(path: Path) -> list[str]:
 def _columns(path: Path, names: list[str], label: str | None) -> _Keys:
     if len(names) < 2:
         raise ValueError(f"Expected at least 2 columns in {path}, got {len(names)}.")
-    if label is not None and label not in names:
-        raise ValueError(
-            f"Expected --label to be one of the {len(names)} columns of {path}{near(label, names)}."
-        )
     chosen = names[-1] if label is None else label
+    if chosen not in names:
+        columns = f"the {len(names)} columns of {path}{near(chosen, names)}"
+        raise ValueError(f"Expected --label to be one of {columns}.")
     return {"inputs": [name for name in names if name != chosen], "label": chosen}
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, console, say
+from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, say
 from dpspan.support.strict_json import plain
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def train(
     epoch = TextColumn("epoch {task.fields[epoch]}")
     spent = TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}")
     columns = (epoch, BarColumn(), MofNCompleteColumn(), spent, TimeRemainingColumn())
-    bar = Bar(*columns, console=console(stderr=True), disable=as_json or quiet)
+    bar = Bar(*columns, console=Console(stderr=True), disable=as_json or quiet)
     task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
     stopper = _Stopper()
 
@@ -127,10 +128,8 @@ def choose_command(
     if unprivate_rank and not settings.data.public:
         raise ValueError("There is nothing to rank: name datasets under data.public.")
     if settings.choose is None and not unprivate_rank:
-        raise ValueError(
-            f"{config} has no `choose` section. Add one, such as `choose: {{epsilon: 0.1}}`, or "
-            "look at a table by --unprivate-rank, which is not private."
-        )
+        cure = "Add one, such as `choose: {epsilon: 0.1}`, or look at a table by --unprivate-rank"
+        raise ValueError(f"{config} has no `choose` section. {cure}, which is not private.")
     from dpspan.app.run import RunFolder
     from dpspan.app.run.from_config import chosen_public, make_parts
 
@@ -183,10 +182,8 @@ def audit_command(
     kept = folder.kept_features(wanted=settings.features is not None)
     parts = make_parts(settings, features=kept)
     if parts.test is None:
-        raise ValueError(
-            "The attack compares private records with others of the same kind: name such data "
-            f"under data.test of {folder.config}."
-        )
+        others = f"others of the same kind: name such data under data.test of {folder.config}"
+        raise ValueError(f"The attack compares private records with {others}.")
     load_weights(parts.model, folder.model)
     result = membership_inference(
         parts.model, parts.private.tensors, parts.test.tensors, seed=settings.training.seed

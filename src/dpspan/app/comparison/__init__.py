@@ -4,8 +4,7 @@ Every run has a folder of its own. A finished one is never repeated: that would 
 One that was interrupted goes on.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,12 +64,11 @@ def compare(
 
     Examples:
         >>> import torch
-        >>> from torch import nn
         >>> from torch.utils.data import TensorDataset
         >>> import dpspan
         >>> x, y = torch.randn(300, 4), torch.arange(300) % 2
         >>> task = dpspan.Task(
-        ...     model=lambda: nn.Linear(4, 2),
+        ...     model=lambda: torch.nn.Linear(4, 2),
         ...     private=TensorDataset(x[:200], y[:200]),
         ...     test=TensorDataset(x[200:], y[200:]),
         ...     batch_size=50,
@@ -95,15 +93,13 @@ def compare(
     with locked(out):
         runs = [
             (task, each, seed, RunFolder(folder_of(out, each.name, seed)))
-            for each in everyone
-            for seed in seeds
+            for each, seed in itertools.product(everyone, seeds)
         ]
         missing = [job for job in runs if not _is_done(*job)]
         if missing:
             remove_summary(out)
-        done = len(runs) - len(missing)
-        processes = min(jobs, max(1, len(missing)))
-        with workers(processes, console, "comparing", total=len(runs), done=done) as run_all:
+        counts = {"total": len(runs), "done": len(runs) - len(missing)}
+        with workers(min(jobs, max(1, len(missing))), console, "comparing", **counts) as run_all:
             run_all(train, missing)
         comparison = _collected(task, budget, everyone, seeds, out)
         RunFolder(out).write_json(out / "comparison.json", comparison.to_dict())
@@ -132,10 +128,8 @@ def locked(out: Path) -> Iterator[None]:
     """One process at a time; ValueError, and nothing touched, in the folder of a run."""
     with run_folder.locked(out):
         if RunFolder(out).is_run:
-            raise ValueError(
-                f"{out} holds a run, whose certificate would be replaced. Choose another folder "
-                "for the comparison."
-            )
+            held = f"{out} holds a run, whose certificate would be replaced"
+            raise ValueError(f"{held}. Choose another folder for the comparison.")
         # 0.1 wrote a run into a hidden folder, the certificate first: what was paid for stays.
         for path in out.glob("*/.seed-*/*"):
             if path.name != "certificate.json":
@@ -151,7 +145,6 @@ def remove_summary(out: Path) -> None:
 
 def _settings(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
     """What makes two runs the same, as it looks after a way through JSON; public things only."""
-    assert isinstance(task.budget, Budget)
     shared = ("epochs", "batch_size", "records", "accountant", "about")
     settings = {
         **contender.describe(),
@@ -187,32 +180,29 @@ def _collected(
     """All runs from their folders, and all that they released as one record."""
     metric, rows, lines = task.metric("accuracy"), [], []
     for contender in contenders:
-        results = []
+        results, method = [], contender.method
         for seed in seeds:
             run = RunFolder(folder_of(out, contender.name, seed))
             metrics, facts = read_lines(run.metrics), read_json(run.run)
             lines += [{"run": contender.name, "seed": seed, **line} for line in metrics]
-            results.append(
-                Result(
-                    seed=seed,
-                    epsilon=float(read_json(run.certificate)["epsilon"]),
-                    value=metrics[-1][metric],
-                    folder=str(run.path.relative_to(out)),
-                    status=ending(facts),
-                    diverged=facts["diverged"],
-                )
+            result = Result(
+                seed=seed,
+                epsilon=float(read_json(run.certificate)["epsilon"]),
+                value=metrics[-1][metric],
+                folder=str(run.path.relative_to(out)),
+                status=ending(facts),
+                diverged=facts["diverged"],
             )
-        method = contender.method
-        rows.append(
-            Row(
-                name=contender.name,
-                private=method is not None,
-                warm=contender.warm_start is not None,
-                method=None if method is None else str(method.describe()["method"]),
-                learning_rate=contender.learning_rate,
-                results=tuple(results),
-            )
+            results.append(result)
+        row = Row(
+            name=contender.name,
+            private=method is not None,
+            warm=contender.warm_start is not None,
+            method=None if method is None else str(method.describe()["method"]),
+            learning_rate=contender.learning_rate,
+            results=tuple(results),
         )
+        rows.append(row)
     about = {"kind": "comparison", "method": "a comparison", "runs": len(contenders) * len(seeds)}
     whole = certificate(_together(task.accountant, out), delta=budget.delta, training=about)
     write_certificate(out / "certificate.json", whole)

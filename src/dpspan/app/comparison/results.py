@@ -1,7 +1,7 @@
 """What came out of a comparison: as dataclasses, JSON, a table, a picture and sentences."""
 
-from __future__ import annotations
-
+import copy
+import itertools
 import math
 import statistics
 import warnings
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter, ValidationError
@@ -93,26 +93,17 @@ class Comparison:
         return content
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Comparison:
+    def from_dict(cls, content: dict[str, Any]) -> Self:
         """What `to_dict()` gave; ValueError if it is something else."""
         if content.get("format") != FORMAT:
             raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
+        content = copy.deepcopy(content)
         try:
-            rows = [
-                {
-                    **row,
-                    "results": [
-                        {**r, "value": r[content["metric"]], "status": ending(r)}
-                        for r in row["results"]
-                    ],
-                }
-                for row in content["rows"]
-            ]
-            return TypeAdapter(cls).validate_python({**content, "rows": rows})
+            for result in itertools.chain(*(row["results"] for row in content["rows"])):
+                result |= {"value": result[content["metric"]], "status": ending(result)}
+            return TypeAdapter(cls).validate_python(content)
         except (ValidationError, KeyError, TypeError):  # whose words may quote numbers
-            raise ValueError(
-                "The comparison is damaged: its fields are not those of one."
-            ) from None
+            raise ValueError("The comparison is damaged: it lacks fields of one.") from None
 
     def __rich__(self) -> Table:
         runs = max(len(row.results) for row in self.rows)

@@ -3,13 +3,10 @@
 Everything in it is public: it is copied into the run's folder and quoted by the certificate.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.app.config.sections import (
@@ -22,7 +19,7 @@ from dpspan.app.config.sections import (
 )
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
 from dpspan.app.section import ConfigError as ConfigError
-from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text
+from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text, refuse
 
 AnySource = Annotated[
     Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
@@ -50,7 +47,7 @@ class DataSection(Section):
         others = {f"public.{name}": source for name, source in self.public.items()}
         for at, source in (others | {"test": self.test}).items():
             if source is not None and source.records == self.private.records:
-                _refuse(
+                refuse(
                     at,
                     f"These are the records of data.private itself ({source.path}): give data of "
                     "other people here.",
@@ -69,7 +66,7 @@ class BudgetSection(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.epsilon is None) == (self.noise_multiplier is None):
-            _refuse("", "Expected epsilon or noise_multiplier, and not both.")
+            refuse("", "Expected epsilon or noise_multiplier, and not both.")
         return self
 
 
@@ -117,21 +114,21 @@ class Config(Section):
         for section, user in users.items():
             name = getattr(user, "public", None)
             if name is not None and name not in self.data.public:
-                _refuse(
+                refuse(
                     f"{section}.public",
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
         method, name = self.method, getattr(self.method, "public", None)
         if not method.needs_public and self.choose is not None:
-            _refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
+            refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
         if not method.needs_public and name is not None:
-            _refuse("method.public", "A random subspace uses no public data: leave this out.")
+            refuse("method.public", "A random subspace uses no public data: leave this out.")
         if self.choose is not None and name is not None:
-            _refuse("method.public", "Leave this out, or `choose`: only one of them can decide.")
+            refuse("method.public", "Leave this out, or `choose`: only one of them can decide.")
         if self.choose is not None and len(self.data.public) < 2:
-            _refuse("choose", "Expected at least 2 datasets under data.public to choose from.")
+            refuse("choose", "Expected at least 2 datasets under data.public to choose from.")
         if method.needs_public and self.choose is None and name is None:
-            _refuse(
+            refuse(
                 "method",
                 f"The method {method.name} needs public data: set `public` to the name of a "
                 "dataset under data.public, or add a `choose` section.",
@@ -142,10 +139,6 @@ class Config(Section):
         """What must not change between parts of a run: all but where it runs and what it logs."""
         where = {"device": True, "physical_batch_size": True}
         return self.model_dump(mode="json", exclude={"output": True, "training": where})
-
-
-def _refuse(at: str, message: str) -> None:
-    raise PydanticCustomError("refused", "{message}", {"message": message, "at": at})
 
 
 def load_config(path: str | Path) -> Config:

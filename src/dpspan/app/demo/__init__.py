@@ -10,9 +10,8 @@ hand, after trials measured on a part of the private digits; a real user's ε wo
 such trials. Learning rates, which decide between methods, come from printed digits alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import os
 import statistics
 import time
@@ -25,7 +24,6 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.app.comparison import Comparison, Contender, Task, compare, locked, verdicts
 from dpspan.app.demo import data
@@ -33,7 +31,7 @@ from dpspan.app.report import render
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.from_config import choose_once
 from dpspan.app.run.training import rehearse
-from dpspan.choose import Choice, choose_public, rank_public
+from dpspan.choose import choose_public, rank_public
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
 from dpspan.public.warm_start import WarmStart
@@ -175,13 +173,10 @@ def _choose(
         folder.write_json(folder.ledger, read_json(folder.choice)["ledger"])
     digests = {n: PublicData.of(images, name=n).digest for n, images in candidates.items()}
     settings: dict[str, Any] = {"mechanism": MECHANISM, "rank": GSD_RANK}
-
-    def chosen(ledger: Ledger) -> Choice:
-        price: dict[str, Any] = {"epsilon": CHOICE_EPSILON, "records": len(private)}
-        loss = nn.CrossEntropyLoss()
-        return choose_public(model, loss, private, candidates, ledger=ledger, **price, **settings)
-
-    return choose_once(folder, {"settings": settings, "candidates": digests}, chosen)
+    price: dict[str, Any] = {"epsilon": CHOICE_EPSILON, "records": len(private)}
+    asked = functools.partial(choose_public, model, nn.CrossEntropyLoss(), private, candidates)
+    choose = functools.partial(asked, **price, **settings)
+    return choose_once(folder, {"settings": settings, "candidates": digests}, choose)
 
 
 def _others(printed: Tensor, count: int) -> dict[str, Tensor]:

@@ -4,8 +4,6 @@ Every picture is 8 × 8 pixels in [−1, 1]. scikit-learn's digits are counts of
 a 32 × 32 bitmap; everything else is brought to pixels in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The report: one HTML file about one or several runs, to be read by people."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import re
@@ -59,7 +57,9 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     runs = found.runs
     most = max(runs, key=lambda run: run.epsilon)  # the most expensive one speaks for all
     epsilon, delta = most.epsilon, most.certificate["delta"]
-    warnings = {warning for run in runs for warning in run.certificate["warnings"]}
+    certificates = [run.certificate for run in runs]
+    warnings = {warning for each in certificates for warning in each["warnings"]}
+    broken = [each["not_private_because"] for each in certificates if not each["private"]]
     accuracy, loss = (_with(name, include_unprivate, runs) for name in _METRICS)
     metric = accuracy or loss
     rows = [_row(name, group, metric) for name, group in found.groups.items()]
@@ -67,7 +67,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     return {
         "created": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
         "include_unprivate": include_unprivate,
-        "not_private": sorted({reason for run in runs for reason in run.not_private_because}),
+        "not_private": sorted(set().union(*broken)),
         "found": found,
         "certificate": most.certificate,
         "epsilon": epsilon,
@@ -79,7 +79,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "verdicts": _verdicts(found.comparison),
         "pictures": figures.pictures(found, metric, loss, values),
         "spent": _alone(most.certificate),
-        "records_told": any(r.certificate.get("discloses_number_of_records") for r in runs),
+        "records_told": any(each.get("discloses_number_of_records") for each in certificates),
         "guess": best_guess(epsilon, delta),
         "detection": detection(epsilon, delta, 0.01),
         "public": _public(runs),

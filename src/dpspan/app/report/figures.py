@@ -1,7 +1,5 @@
 """The pictures of a report, as SVG that takes its text colour from the page; words are there."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re
@@ -190,22 +188,15 @@ def _axis(height: float = 2.9) -> Any:
 
 
 def _picture(name: str, axis: Any) -> Picture:
+    """For the middle of a page, which decides on its size: names of its own, the page's ink."""
     buffer = io.StringIO()
     axis.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return {"svg": _inline(buffer.getvalue(), name), "legend": _legend(axis)}
-
-
-def _inline(text: str, name: str) -> Markup:
-    """An SVG for the middle of a page: names of its own, the page's ink and heading.
-
-    It has no fixed size: the page decides.
-    """
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    _, tag, drawn = buffer.getvalue().partition("<svg")
+    text = re.sub(r"<metadata>.*?</metadata>", "", tag + drawn, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
     text = text.replace(_INK, "currentColor")
     opening, rest = text.split(">", 1)
     opening = re.sub(r'\b(width|height)="[^"]*"\s?', "", opening)
-    labelled = f'<svg role="img" aria-labelledby="title-{name}" '
-    return Markup(f"{opening.replace('<svg ', labelled, 1)}>{rest}")
+    opening = opening.replace("<svg ", f'<svg role="img" aria-labelledby="title-{name}" ', 1)
+    return {"svg": Markup(f"{opening}>{rest}"), "legend": _legend(axis)}

@@ -1,7 +1,5 @@
 """What runs left in their folders, without anything that is not private unless it is asked for."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +41,6 @@ class Run:
     def private_steps(self) -> bool:
         """Whether it released anything about private records."""
         return bool(self.certificate["events"])
-
-    @property
-    def not_private_because(self) -> list[str]:
-        return [] if self.certificate["private"] else self.certificate["not_private_because"]
 
     @property
     def unprivate(self) -> dict[str, Any]:
@@ -114,10 +108,8 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
             raise ValueError(f"Expected a folder with a run, but {folder} is not a folder.")
         found = sorted(path.parent for path in folder.rglob("certificate.json"))
         if all(path.name.startswith(".") for path in found):
-            raise ValueError(
-                f"Expected a folder with a run, got {folder}, which has no certificate.json in it "
-                "or below it. Is the run finished?"
-            )
+            without = f"{folder}, which has no certificate.json in it or below it"
+            raise ValueError(f"Expected a folder with a run, got {without}. Is the run finished?")
         for path in found:
             if path.resolve() in certificates:  # a folder that was named twice
                 continue

@@ -9,8 +9,6 @@ everything else in the folder, at every moment. A run that goes on starts from t
 weights and from the ledger's record; where the record is longer, those steps stay charged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -32,6 +30,7 @@ from dpspan.support.strict_json import plain
 
 FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is version 1
 CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
+ANEW = "Restore it, or train anew in another folder."
 
 
 @contextlib.contextmanager
@@ -39,23 +38,17 @@ def locked(path: Path) -> Iterator[None]:
     """One process at a time: two would each leave out the other's releases."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock")  # ends with the process, however that ends
-        lock.acquire(timeout=0)
+        lock = FileLock(path / ".lock").acquire(timeout=0)  # ends with the process, however it ends
     except Timeout as error:
-        raise RuntimeError(
-            f"Another process is training in {path}. Wait for it, or choose another folder."
-        ) from error
+        cure = "Wait for it, or choose another folder"
+        raise RuntimeError(f"Another process is training in {path}. {cure}.") from error
     except OSError as error:
-        reason = error.strerror or error
-        raise OSError(
-            f"Cannot write to the folder {path}: {reason}. Choose another output folder."
-        ) from error
-    try:
+        reason = f"{error.strerror or error}. Choose another output folder"
+        raise OSError(f"Cannot write to the folder {path}: {reason}.") from error
+    with lock:
         for interrupted in path.glob(".*.tmp"):
             interrupted.unlink()
         yield
-    finally:
-        lock.release()
 
 
 def is_comparison(path: Path) -> bool:
@@ -90,14 +83,12 @@ class RunFolder:
     @property
     def facts(self) -> dict[str, Any] | None:
         """`run.json`: None before the run, and in the folder that 0.1's `train` left."""
-        if not self.run.exists():
-            return None
-        facts: dict[str, Any] = read_json(self.run)
-        if facts.get("version", 1) not in (1, VERSION):
-            raise ValueError(
-                f"{self.path} was written by another dpspan (version {facts['version']} of the "
-                f"folder; this one knows {VERSION}). Go on with that one, or choose another folder."
-            )
+        facts: dict[str, Any] | None = read_json(self.run) if self.run.exists() else None
+        version = 1 if facts is None else facts.get("version", 1)
+        if version not in (1, VERSION):
+            known = f"version {version} of the folder; this one knows {VERSION}"
+            cure = "Go on with that one, or choose another folder"
+            raise ValueError(f"{self.path} was written by another dpspan ({known}). {cure}.")
         return facts
 
     @property
@@ -120,33 +111,25 @@ class RunFolder:
 
     def kept_features(self, wanted: bool) -> Path | None:
         """The layer of a run that has begun; None if it has none, an error if it was lost."""
-        if not wanted:
-            return None
-        if not self.features.exists():
-            raise FileNotFoundError(
-                f"{self.features} is missing, without which the model means nothing. Restore it, "
-                "or train anew in another folder."
-            )
-        return self.features
+        if wanted and not self.features.exists():
+            lost = f"{self.features} is missing, without which the model means nothing"
+            raise FileNotFoundError(f"{lost}. {ANEW}")
+        return self.features if wanted else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
         with locked(self.path):
             if is_comparison(self.path):
-                raise ValueError(
-                    f"{self.path} holds a comparison, whose certificate would be replaced. Choose "
-                    "another output folder."
-                )
+                held = f"{self.path} holds a comparison, whose certificate would be replaced"
+                raise ValueError(f"{held}. Choose another output folder.")
             yield
 
     def begin_anew(self) -> None:
         """Remove a checkpoint of public things only; ValueError if there is more behind it."""
         if not self.untrained:
-            raise ValueError(
-                f"{self.path} holds a run already. Go on with it by --resume (resume=True), or "
-                "choose another output folder."
-            )
+            cure = "Go on with it by --resume (resume=True), or choose another output folder"
+            raise ValueError(f"{self.path} holds a run already. {cure}.")
         for path in (self.certificate, self.checkpoint, self.run):  # the ledger stays
             path.unlink(missing_ok=True)
 
@@ -181,10 +164,8 @@ class RunFolder:
     def refuse_lost_ledger(self) -> None:
         """ValueError if something is here that was paid for, and the record of its price is not."""
         if not self.ledger.exists() and (self.certified or self.choice.exists()):
-            raise ValueError(
-                f"{self.ledger} is missing, so nobody knows what the other files in {self.path} "
-                "have cost. Restore it, or train anew in another folder."
-            )
+            unknown = f"nobody knows what the other files in {self.path} have cost"
+            raise ValueError(f"{self.ledger} is missing, so {unknown}. {ANEW}")
 
     def open_ledger(
         self,
@@ -204,10 +185,8 @@ class RunFolder:
     def write_ledger(self, ledger: Ledger) -> None:
         """The record so far; ValueError if the one on the disk tells more."""
         if self.ledger.exists() and not ledger.covers(Ledger.from_state(read_json(self.ledger))):
-            raise ValueError(
-                f"{self.ledger} tells of releases that this process does not know, and is kept. "
-                "Train in another folder."
-            )
+            kept = "tells of releases that this process does not know, and is kept"
+            raise ValueError(f"{self.ledger} {kept}. Train in another folder.")
         self.write_json(self.ledger, ledger.state_dict())
 
     def warn(self, message: str) -> None:
@@ -215,10 +194,11 @@ class RunFolder:
         self.refuse_lost_ledger()
         if not self.ledger.exists():
             self.write_json(self.ledger, Ledger().state_dict())
-        for path in (self.ledger, self.certificate):
-            document = read_json(path) if path.exists() else None
-            if document is not None and message not in document["warnings"]:
-                self.write_json(path, {**document, "warnings": [*document["warnings"], message]})
+        for path in filter(Path.exists, (self.ledger, self.certificate)):
+            document = read_json(path)
+            if message not in document["warnings"]:
+                document["warnings"].append(message)
+                self.write_json(path, document)
 
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""

@@ -1,7 +1,5 @@
 """From a configuration to its data and model, a task and a contender, the choice, and `train`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
@@ -21,7 +19,6 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.sections import (
@@ -49,6 +46,7 @@ from dpspan.support.processes import refuse_several_processes
 from dpspan.support.randomness import seeded
 
 _SECRET = "This message depends on private data: do not publish it."
+_GO_BACK = "Go back to those, or choose another output folder."
 
 
 def train(
@@ -154,10 +152,8 @@ def _load(
     if private is None:
         return loaded
     if loaded.shape != private.shape:
-        raise ValueError(
-            f"Expected samples of shape {private.shape}, that of the private data, in {where}, got "
-            f"{loaded.shape}."
-        )
+        wanted = f"samples of shape {private.shape}, that of the private data"
+        raise ValueError(f"Expected {wanted}, in {where}, got {loaded.shape}.")
     scaling = source.model_dump(include={"scale", "mean", "std"})
     if scaling != config.data.private.model_dump(include=set(scaling)):
         warnings.warn(
@@ -199,10 +195,8 @@ def _layer(
         return section.learn(data, seed=seed, device=device)
     layer = PatchFeatures.load(kept, data)
     if layer.settings != {**section.settings, "seed": seed}:
-        raise ValueError(
-            f"{kept} was learnt with other settings than the section `features`, or another seed. "
-            "Go back to those, or choose another output folder."
-        )
+        before = "other settings than the section `features`, or another seed"
+        raise ValueError(f"{kept} was learnt with {before}. {_GO_BACK}")
     return layer.to(device)
 
 
@@ -220,9 +214,8 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
     """The network for samples like these, with random weights from torch's generator."""
     if isinstance(section, OwnSection):
         model: nn.Module = _imported(section.factory)(**section.arguments)
-        made = type(model).__name__  # what it is may be data
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"Expected {section.factory} to return a torch module, got a {made}.")
+        wanted = f"{section.factory} to return a torch module"
+        expect(isinstance(model, nn.Module), wanted, type(model))  # itself it may be data
     elif isinstance(section, MlpSection):
         model = MLP(math.prod(data.shape), section.hidden, data.classes)
     elif isinstance(section, WideResNetSection):
@@ -297,10 +290,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         what = f"The weights in {path} do not fit {type(model).__name__}"
         raise ValueError(f"{what}: {error}") from error
     except (safetensors.SafetensorError, pickle.UnpicklingError, EOFError):
-        raise ValueError(  # whose own words may quote the file
-            f"{path} holds no weights that can be read safely. Save model.state_dict() as "
-            "safetensors."
-        ) from None
+        cure = "Save model.state_dict() as safetensors"  # its own words may quote the file
+        raise ValueError(f"{path} holds no weights that can be read safely. {cure}.") from None
 
 
 def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
@@ -362,11 +353,11 @@ def task_of(
 
 
 def _budget(config: Config) -> Budget | FixedNoise:
-    epsilon, z, delta = config.budget.epsilon, config.budget.noise_multiplier, config.budget.delta
-    if epsilon is not None:
-        return Budget(epsilon=epsilon, delta=delta)
-    assert z is not None
-    return FixedNoise(noise_multiplier=z, delta=delta)
+    section = config.budget
+    if section.epsilon is not None:
+        return Budget(epsilon=section.epsilon, delta=section.delta)
+    assert section.noise_multiplier is not None  # one of the two is given
+    return FixedNoise(noise_multiplier=section.noise_multiplier, delta=section.delta)
 
 
 def contender_of(
@@ -409,18 +400,16 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
     if config.features is not None:
         asked["features"] = config.features.model_dump(mode="json")
 
-    def choose(ledger: Ledger) -> Choice:
-        return choose_public(
-            parts.model,
-            nn.CrossEntropyLoss(),
-            in_batches(parts.private.dataset, config.training.batch_size),
-            parts.public,
-            ledger=ledger,
-            **settings.model_dump(),
-            records=config.data.records,
-            seed=config.training.seed,
-        )
-
+    choose = functools.partial(
+        choose_public,
+        parts.model,
+        nn.CrossEntropyLoss(),
+        in_batches(parts.private.dataset, config.training.batch_size),
+        parts.public,
+        **settings.model_dump(),
+        records=config.data.records,
+        seed=config.training.seed,
+    )
     accountant = config.budget.accountant
     return choose_once(folder, asked, choose, accountant=accountant, budget=_budget(config))
 
@@ -428,7 +417,7 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
 def choose_once(
     folder: RunFolder,
     asked: Mapping[str, Any],
-    choose: Callable[[Ledger], Choice],
+    choose: Callable[..., Choice],  # of a ledger
     *,
     accountant: str = "pld",
     budget: Budget | FixedNoise | None = None,
@@ -441,10 +430,8 @@ def choose_once(
     if folder.choice.exists():
         made: dict[str, Any] = read_json(folder.choice)
         if made.get("asked") != asked:
-            raise ValueError(
-                f"{folder.choice} was chosen with other settings or other candidates, and has been "
-                "paid for. Go back to those, or choose another output folder."
-            )
+            before = "other settings or other candidates, and has been paid for"
+            raise ValueError(f"{folder.choice} was chosen with {before}. {_GO_BACK}")
         return made
     if folder.certified:
         raise ValueError(
@@ -453,7 +440,7 @@ def choose_once(
             "choose another output folder."
         )
     ledger = folder.open_ledger(accountant, budget)
-    choice = choose(ledger)
+    choice = choose(ledger=ledger)
     folder.write_ledger(ledger)
     made = {"chosen": choice.name, "epsilon": choice.epsilon, "note": choice.note, "asked": asked}
     folder.write_json(folder.choice, made)

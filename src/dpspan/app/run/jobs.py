@@ -1,7 +1,5 @@
 """Several trainings: in this process or in processes of their own, beside a progress bar."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """One run: a contender, trained on a task with a seed, by a process that may be killed any time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time
@@ -18,7 +16,7 @@ from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
-from dpspan.app.run.folder import RunFolder, read_json, read_lines
+from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
@@ -106,23 +104,18 @@ class Run:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
         folder, state = self.folder, saved["checkpoint_dict"]
         if state.get("features") != self.features:
-            raise ValueError(
-                f"{folder.features} is not the layer that the run in {folder.path} began with. "
-                "Restore it, or train anew in another folder."
-            )
+            began = f"the layer that the run in {folder.path} began with"
+            raise ValueError(f"{folder.features} is not {began}. {ANEW}")
         record = read_json(folder.ledger)
         lost = steps_beyond(saved["engine"]["ledger"], record)
         if lost is None:
-            raise ValueError(
-                f"{folder.ledger} leaves out releases that are behind the checkpoint beside it. "
-                "Restore it from a copy, or train anew in another folder."
-            )
+            gap = "leaves out releases that are behind the checkpoint beside it"
+            raise ValueError(f"{folder.ledger} {gap}. {ANEW}")
         try:
             self.training.load(saved, record)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"The checkpoint in {folder.path} is of another run: {error} {folder.way_out}"
-            ) from error
+            other = f"The checkpoint in {folder.path} is of another run"
+            raise ValueError(f"{other}: {error} {folder.way_out}") from error
         if lost:
             self._ledger.warn(
                 f"{lost} steps were charged that the model was not trained by: the process ended "
@@ -266,8 +259,7 @@ class Run:
             self._sums = [0.0, 0.0, 0.0]
             line["unprivate_train_loss"] = loss / max(samples, 1)
             line["unprivate_train_accuracy"] = hits / max(samples, 1)
-        strict: dict[str, Any] = plain(line)
-        return strict
+        return dict(plain(line))
 
     def _observe(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
         """Not private, and named so."""

@@ -4,8 +4,6 @@ Making a `Training` touches nothing. `prepare` reads the data and trains on publ
 records are charged for step by step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from dp_accounting.dp_event import DpEvent
@@ -83,12 +81,11 @@ class Task:
 
     Examples:
         >>> import torch
-        >>> from torch import nn
         >>> from torch.utils.data import TensorDataset
         >>> import dpspan
         >>> x, y = torch.randn(300, 4), torch.arange(300) % 2
         >>> task = dpspan.Task(
-        ...     model=lambda: nn.Linear(4, 2),
+        ...     model=lambda: torch.nn.Linear(4, 2),
         ...     private=TensorDataset(x[:200], y[:200]),
         ...     test=TensorDataset(x[200:], y[200:]),
         ...     batch_size=50,
@@ -193,17 +190,15 @@ class Contender:
             raise ValueError(f"Expected a learning_rate for '{self.name}': pass learning_rate=.")
         check_positive("learning_rate", self.learning_rate)
         if self.optimizer is not None and momentum:
-            raise ValueError(
-                f"Expected momentum without an optimizer, got both for '{self.name}': give the "
-                "momentum to the optimizer."
-            )
+            both = f"got both for '{self.name}': give the momentum to the optimizer"
+            raise ValueError(f"Expected momentum without an optimizer, {both}.")
         self.describe_steps()  # whatever is wrong with them is said now
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         factory = self.optimizer or functools.partial(SGD, momentum=self.momentum)
         return factory(parameters, lr=self.learning_rate)
 
-    def warmed(self, start: WarmStart) -> Contender:
+    def warmed(self, start: WarmStart) -> Self:
         return dataclasses.replace(self, name=f"warm start + {self.name}", warm_start=start)
 
     @property
@@ -266,13 +261,10 @@ def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contend
             "Expected DP-SGD among the contenders: without it nobody could tell what the others "
             "are worth. Add Contender(name='DP-SGD', method=DPSGD(clip=1.0), learning_rate=...)."
         )
-    start = task.start
-    if start is None:
-        return tuple(contenders)
-    added = []
-    if not any(c.method is None for c in contenders):
+    start, added = task.start, []
+    if start is not None and all(c.method is not None for c in contenders):
         added.append(Contender(name=PUBLIC_ONLY, warm_start=start))
-    if not any(c.warm_start is not None for c in plain):
+    if start is not None and all(c.warm_start is None for c in plain):
         added.append(plain[0].warmed(start))
     return (*added, *contenders)
 
