@@ -27,8 +27,7 @@ from dpspan.accounting.promises import Budget
 from dpspan.choose import selection
 from dpspan.choose.picking import MECHANISMS, coin, pick, probability_of_best
 from dpspan.choose.probe import Probe, principal_subspace
-from dpspan.choose.scores import UNIT, sampled_batches, totals
-from dpspan.choose.selection import choose_public, resolution
+from dpspan.choose.selection import UNIT, choose_public, resolution, sampled_batches, totals
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.model.networks import ResNet20
 from dpspan.model.per_sample import per_sample_gradients

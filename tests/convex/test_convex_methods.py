@@ -23,12 +23,12 @@ from dpspan.convex import (
     Released,
     ReleasedSecondMoment,
 )
+from dpspan.convex.estimators import configuration
 from dpspan.convex.fitting import (
     ConstantClip,
     Fit,
     GaussianNoise,
     PrivateRecords,
-    configuration,
 )
 from dpspan.convex.losses import Logistic, Records, one_hot
 from dpspan.convex.methods import METHODS, method_of

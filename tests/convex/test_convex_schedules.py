@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from dpspan.convex.fitting import ConstantClip, Envelope, configuration, schedule_of
+from dpspan.convex.estimators import configuration
+from dpspan.convex.fitting import ConstantClip, Envelope, schedule_of
 
 
 def test_schedules() -> None:

@@ -29,8 +29,7 @@ def calibrate(
 ) -> float:
     """The noise multiplier for `steps` Poisson steps: ε within 1e-3 below the target, never above.
 
-    What `spent` has recorded counts towards the target. The accountant is by default its own, or
-    "pld".
+    What `spent` holds counts towards the target. The accountant is by default its own, or "pld".
 
     Examples:
         >>> import dpspan

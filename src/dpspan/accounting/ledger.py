@@ -1,7 +1,5 @@
 """The record of what a run has released, kept within its budget."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools
@@ -9,7 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any, Never, Self
 
 from dp_accounting import dp_event
 from dp_accounting.dp_event import DpEvent
@@ -80,7 +78,7 @@ class Ledger:
         self._spendings: dict[float, Spending] = {}
 
     @classmethod
-    def from_state(cls, state: Any) -> Ledger:
+    def from_state(cls, state: Any) -> Self:
         """A ledger with the saved record; ValueError if it is damaged or not ours."""
         ledger = cls()
         try:
@@ -183,7 +181,7 @@ class Ledger:
         count = check_count("count", count)
         self._public[PublicRecord(name=name, digest=digest, count=count, detail=detail)] = None
 
-    def covers(self, earlier: Ledger) -> bool:
+    def covers(self, earlier: Self) -> bool:
         """Whether it goes on where `earlier` ends, with all else that must be told of it."""
         notes = ("warnings", "invalid", "public")
         told = all(set(getattr(earlier, note)) <= set(getattr(self, note)) for note in notes)

@@ -3,8 +3,6 @@
 What decides is public: thresholds, and the number of records only where that is public too.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any

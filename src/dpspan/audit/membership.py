@@ -5,8 +5,6 @@ loss is small. As in section 5.3 of the RGP paper, the threshold is fitted on on
 samples and the attack is evaluated on the other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 from scipy.stats import binomtest
 from sklearn.metrics import auc, roc_curve
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,6 +25,7 @@ from dpspan.model.per_sample import SampleCriterion, SampleLosses, check_one_eac
 from dpspan.public.data import Array, move, read
 from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.left_as_found import left_as_found
+from dpspan.support.strict_json import plain
 
 FEWEST = 20  # of each kind
 FEWEST_FOR_1_PERCENT = 100  # non-members to evaluate on: of fewer, 1 % is not even one
@@ -66,11 +65,7 @@ class MembershipResult:
 
     def describe(self) -> dict[str, Any]:
         """The result as plain data, None for what is not finite; tagged as not private."""
-        plain = {
-            name: value if not isinstance(value, float) or math.isfinite(value) else None
-            for name, value in asdict(self).items()
-        }
-        return {**plain, "confidence": list(self.confidence), "unprivate": True}
+        return {**plain(asdict(self)), "unprivate": True}
 
 
 def membership_inference(
@@ -112,10 +107,14 @@ def membership_inference(
     """
     check_count("batch_size", batch_size)
     seed = check_seed(seed)
-    losses_of = _sample_losses(loss, criterion)
+    expect(loss is None or callable(loss), "loss to be a function", loss)
+    expect(loss is None or criterion is None, "a loss or a criterion, not both", criterion)
+    if loss is None:
+        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        loss = SampleCriterion(criterion, instead="loss=")
     with left_as_found(model, seed, mode="evaluation"), torch.no_grad():
-        inside = _losses("members", members, losses_of, model, batch_size)
-        outside = _losses("non-members", non_members, losses_of, model, batch_size)
+        inside = _losses("members", members, loss, model, batch_size)
+        outside = _losses("non-members", non_members, loss, model, batch_size)
     generator = np.random.default_rng(seed)
     (fit_inside, inside_held_out), (fit_outside, outside_held_out) = (
         np.split(generator.permutation(losses), [len(losses) // 2]) for losses in (inside, outside)
@@ -134,9 +133,6 @@ def membership_inference(
         members=len(inside),
         non_members=len(outside),
     )
-
-
-# -- from losses to the result --------------------------------------------------------------------
 
 
 def best_threshold(inside: Array, outside: Array) -> float:
@@ -184,28 +180,6 @@ def _roc(inside: Array, outside: Array) -> tuple[Array, Array, Array]:
     # By place, since scikit-learn takes no infinite scores. The score falls with the loss.
     fpr, tpr, _ = roc_curve(members, -places, drop_intermediate=False)
     return values, fpr, tpr
-
-
-# -- from samples to losses -----------------------------------------------------------------------
-
-
-def _sample_losses(loss: SampleLosses | None, criterion: nn.Module | None) -> SampleLosses:
-    if loss is not None:
-        expect(callable(loss), "loss to be a function", loss)
-        expect(criterion is None, "a loss or a criterion, not both", criterion)
-        return loss
-    criterion = nn.CrossEntropyLoss() if criterion is None else criterion
-    one_by_one = SampleCriterion(criterion, instead="loss=")
-
-    def losses(model: nn.Module, inputs: Any, labels: Any) -> Tensor:
-        if labels is None:
-            raise ValueError(
-                f"Expected samples with labels for {one_by_one.name}, got inputs only: give "
-                "(inputs, labels), or pass loss=, a function that returns one loss per sample."
-            )
-        return one_by_one(model, inputs, labels)
-
-    return losses
 
 
 def _losses(

@@ -6,11 +6,8 @@ initial weights, V their top k right singular vectors, θ the principal angles b
     GSD = √(k − Σ cos²θ) / √k    (the paper's Definition 3 lacks the √k that its numbers have)
 
 A ranking is a table of such numbers. All of it depends on private records without noise and is for
-the operator's eyes: whoever picks by it releases more than ε says. `choose_public` is the private
-way to pick.
+the operator's eyes: whoever picks by it releases more than ε says. `choose_public` picks privately.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -124,9 +121,6 @@ def subspace_distance(first: Subspace, second: Subspace) -> float:
     half: Tensor = torch.linalg.solve_triangular(lower, gram[:k, k:], upper=False)
     cosines: Tensor = torch.linalg.solve_triangular(other, half.T, upper=False)
     return float((1 - cosines.square().sum() / k).clamp(0, 1).sqrt())
-
-
-# -- a table of candidates ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

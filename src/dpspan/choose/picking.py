@@ -19,8 +19,6 @@ fraction, and a coin of probability exp(−γ) is made of fair draws from the op
 draw takes could.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction

@@ -4,8 +4,6 @@ A subspace has its basis written out: k × p numbers, whatever the number of sam
 dataset is compared by once its gradients have been let go.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,12 +20,13 @@ from torch.utils.data import Dataset, Subset
 from dpspan.gradients.capture import captures_on
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
-from dpspan.model.per_sample import SampleCriterion, per_sample_gradients
+from dpspan.model.per_sample import SampleCriterion, call, per_sample_gradients
 from dpspan.model.validation import validate
-from dpspan.public.data import Piece, Samples, move
+from dpspan.public.data import Piece, PublicData, Samples, move
 from dpspan.public.gradients import RandomLabels, RealLabels, losses_by
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_seed
+from dpspan.support.errors import UnsupportedModule
 from dpspan.support.randomness import seeded
 
 PIECE = 256  # samples run through the model at a time
@@ -222,3 +221,104 @@ class ProbeNetwork(nn.Module):
             images = interpolate(images, (224, 224), mode="bilinear", antialias=True)
         logits: Tensor = self.layers(images)
         return logits
+
+
+# -- does a record's score depend on the records beside it? ---------------------------------------
+#
+# Public samples are scored, and again in another order, with other random numbers, and with half of
+# them replaced by the worst neighbours there are: the scores of the other half must not change.
+# Private data are not read, so a refusal may be published.
+
+# Rounding, at the most. 60,000 records that each move by this, either way as often, move their sum
+# by 5e-4: an eighth of what `selection` keeps for it.
+_TOLERANCE = 2e-6
+_SAMPLES = 64  # of each candidate, at the most
+
+
+def _times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda values: values * factor if values.is_floating_point() else values
+
+
+# What one half of the samples is replaced by, then the other half, and so on: NaN, outliers, and
+# copies of one sample, which show in any maximum, mean or count. Those are last, where they also
+# show what a loss remembers of the batches before.
+_NEIGHBOURS: tuple[Callable[[Tensor], Tensor], ...] = (
+    _times(torch.nan),
+    _times(1e4),
+    lambda values: values[:1].expand_as(values),
+    lambda values: values[:1].expand_as(values),
+)
+
+
+def check_independence(probe: Probe, subspaces: Sequence[Subspace], data: PublicData) -> None:
+    """`UnsupportedModule` if the scores of a probe are not those of single samples."""
+    probe = replace(probe, piece=min(probe.piece, _SAMPLES))
+    batch = _samples(probe, data)
+    alone = probe.scores(subspaces, *batch)
+    generator = torch.Generator().manual_seed(probe.seed)
+    same, beside = torch.randperm(len(alone), generator=generator).tensor_split(2)
+    for number, replaced in enumerate(_NEIGHBOURS, start=1):
+        same, beside = beside, same
+        order = torch.randperm(len(alone), generator=generator)
+        changed = _beside(batch, replaced, beside, order)
+        again = probe.scores(subspaces, *changed, seed=number)[order.argsort()]
+        if bool(((again - alone)[same].abs() > _TOLERANCE).any()):
+            raise UnsupportedModule(
+                "A sample's gradient depends on the other samples of its batch or on random "
+                "numbers, even in evaluation mode, so no record's influence on the choice would be "
+                f"bounded (seen with the public samples of '{data.name}'). Replace layers and "
+                "losses that mix samples, or use a ProbeNetwork; if it is rounding, compute in "
+                "float32 or float64."
+            )
+
+
+def _beside(
+    batch: tuple[Any, Any], replaced: Callable[[Tensor], Tensor], beside: Tensor, order: Tensor
+) -> tuple[Any, Any]:
+    def one(leaf: Tensor) -> Tensor:
+        rows = beside.to(leaf.device)
+        return leaf.index_copy(0, rows, replaced(leaf[rows]))[order.to(leaf.device)]
+
+    changed: tuple[Any, Any] = tree_map_only(Tensor, one, batch)
+    return changed
+
+
+def _samples(probe: Probe, data: PublicData) -> tuple[Any, Any]:
+    """Inputs and labels of at most a piece, each sample once (a single one stands beside itself).
+
+    Labels are random for a criterion, and the data's own for a function, as for gradients.
+    """
+    indices, inputs, labels = next(data.pieces(probe.piece, device=probe.device))
+    outputs = _outputs(probe, inputs, labels)
+    if isinstance(probe.loss_fn, nn.Module):
+        scores = SampleCriterion(probe.loss_fn, instead="loss_fn=").outputs(outputs, len(indices))
+        source = RandomLabels(seed=probe.seed).source(probe.loss_fn, data)
+        labels = source(Piece(indices, inputs, None), scores, 0)
+    rows = torch.arange(max(len(indices), min(probe.piece, 2))) % len(indices)
+    batch: tuple[Any, Any] = tree_map_only(Tensor, lambda x: x[rows.to(x.device)], (inputs, labels))
+    return batch
+
+
+def _outputs(probe: Probe, inputs: Any, labels: Any) -> Any:
+    """What a copy of the model (or a function of it) returns.
+
+    Its buffers may change (a counter, a cache of positions), but not with the samples.
+    """
+    runs = []
+    for given in (inputs, tree_map_only(Tensor, torch.zeros_like, inputs)):
+        copied = copy.deepcopy(probe.model)
+        with torch.no_grad(), seeded(probe.seed):
+            if isinstance(probe.loss_fn, nn.Module):
+                returned = call(copied, given)
+            else:
+                returned = probe.loss_fn(copied, given, *(() if labels is None else (labels,)))
+        runs.append((returned, dict(copied.named_buffers())))
+    (outputs, state), (_, blank) = runs
+    for name, buffer in state.items():
+        if name not in blank or not torch.equal(buffer, blank[name]):
+            raise UnsupportedModule(
+                f"'{name}' changes with the samples that the model sees, even in evaluation mode: "
+                "a record would change the scores of others. Turn the running statistics of its "
+                "module off, or use a ProbeNetwork."
+            )
+    return outputs

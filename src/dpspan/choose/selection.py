@@ -9,37 +9,42 @@ candidate like any other: every record gives it the score `threshold`, so adding
 `threshold` ≤ 1; it is ahead of candidates that capture less than that on average. A record
 whose gradient is not finite gives 0 to all candidates with data.
 
+Nor does what a record looks like depend on the others: each is collated alone, so that a collate
+function that pads to the longest record, mixes records or counts them sees one. Only records that
+come out in one shape get into one batch.
+
 On a Poisson sample of rate r the mechanism is run with a larger ε₀: what is ε₀-DP on the sample is
 log(1 + r(exp(ε₀) − 1))-DP on the data, so ε₀ = log(1 + (exp(ε) − 1)/r).
 """
 
-from __future__ import annotations
-
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
+import numpy as np
+import torch
 from scipy.optimize import brentq
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose.picking import MECHANISMS, pick, probability_of_best
-from dpspan.choose.probe import PIECE, Loss, Probe, drawn, principal_subspace
-from dpspan.choose.scores import (
-    UNIT,
-    check_independence,
-    private_loader,
-    sampled_batches,
-    totals,
-)
-from dpspan.public.data import PublicData
+from dpspan.choose.probe import PIECE, Loss, Probe, check_independence, drawn, principal_subspace
+from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
+from dpspan.public.data import PublicData, hold
 from dpspan.public.overlap import refuse_overlap
+from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.randomness import FreshWorker, fresh_randomness
 
+UNIT = 2**24  # scores are counted in whole numbers of 1/UNIT, so that their sums are exact
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
 # scores together move each sum by up to η, either way, when one record comes or goes, a candidate
 # gains or loses up to 1 + 2η against another, and a mechanism of ε costs ε(1 + 2η). This share of ε
@@ -236,3 +241,104 @@ def _note(
         f"With {setting}, one that captures {gap:.2g} more of the energy than every other is "
         f"found with {_SUCCESS:.0%} success or more; closer ones are told apart less often."
     )
+
+
+def totals(
+    probe: Probe,
+    subspaces: Sequence[Subspace],
+    batches: Iterable[tuple[Any, Any]],
+    threshold: float | None,
+) -> list[int]:
+    """q_j in whole numbers: exact, in any order of the records."""
+    constants = torch.tensor([] if threshold is None else [threshold], dtype=torch.float64)
+    sums = torch.zeros(len(subspaces) + len(constants), dtype=torch.int64)
+    for inputs, labels in batches:
+        scores = probe.scores(subspaces, inputs, labels)
+        scores = torch.cat([scores, constants.expand(len(scores), -1)], dim=1)
+        sums += (scores * UNIT).long().sum(0)
+    result: list[int] = sums.tolist()
+    return result
+
+
+def private_loader(private: Any) -> DataLoader[Any]:
+    """A loader over the private records, whatever they came as."""
+    if isinstance(private, tuple | list) and all(isinstance(x, Tensor) for x in private):
+        private = TensorDataset(*private)
+    if isinstance(private, Dataset):
+        private = DataLoader(private, batch_size=PIECE)
+    if isinstance(private, DataLoader | PrivateLoader):
+        records_of(private)  # refuses what cannot be sampled record by record
+    if not isinstance(private, DataLoader):
+        raise TypeError(
+            f"Cannot read private records from a {type(private).__name__}: give a DataLoader, a "
+            "map-style Dataset, or tensors (inputs, labels)."
+        )
+    return private
+
+
+def sampled_batches(
+    loader: DataLoader[Any], sample_rate: float, piece: int
+) -> Iterator[tuple[Any, Any]]:
+    """The records of a Poisson sample, each with its label, in batches of one shape each."""
+    dataset: Any = loader.dataset
+    draw = PoissonDraw(records=len(dataset), sample_rate=sample_rate, steps_per_epoch=1)
+    (chosen,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
+    if not len(chosen):
+        return
+    with fresh_randomness():  # the seeds of workers come from here
+        batches = iter(
+            DataLoader(
+                _Single(dataset, chosen.tolist()),
+                batch_size=piece,
+                collate_fn=partial(_collated, loader.collate_fn),
+                num_workers=loader.num_workers,
+                timeout=loader.timeout,
+                worker_init_fn=FreshWorker(loader.worker_init_fn),
+                multiprocessing_context=loader.multiprocessing_context,
+            )
+        )
+    waiting: dict[Any, Any] = {}
+    while True:
+        with fresh_randomness():
+            read = next(batches, None)
+        if read is None:
+            break
+        for kind, batch in read.items():
+            held = [waiting.pop(kind)] if kind in waiting else []
+            full = _joined([*held, batch])  # copies: handles of workers' shared memory are few
+            if len(tree_leaves(full)[0]) >= piece:
+                yield tree_map(lambda leaf: leaf[:piece], full)
+                full = tree_map(lambda leaf: leaf[piece:], full)
+            if len(tree_leaves(full)[0]):
+                waiting[kind] = full
+    yield from waiting.values()
+
+
+class _Single(Subset[Any]):
+    """Some of the records, each asked for alone: a dataset may read several at once its own way."""
+
+    __getitems__ = None  # type: ignore[assignment]
+
+
+def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[Any, Any]:
+    """A batch for each structure, shapes and dtypes that there are.
+
+    Made in a worker, which had better not send each record by itself.
+    """
+    alike: dict[Any, list[Any]] = {}
+    for record in records:
+        batch = hold(collate([record]))
+        leaves, form = tree_flatten(batch)
+        if len(batch) != 2 or len(leaves[0]) != 1:
+            raise ValueError(
+                "Expected private batches of (inputs, labels), or mappings with the labels under "
+                "'labels', that hold tensors with one row for each record, in the first dimension: "
+                "private gradients are those of training, with the records' own labels."
+            )
+        kind = repr(form), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        alike.setdefault(kind, []).append(batch)
+    return {kind: _joined(held) for kind, held in alike.items()}
+
+
+def _joined(batches: list[Any]) -> Any:
+    return tree_map(lambda *leaves: torch.cat(leaves), *batches)

@@ -1,9 +1,7 @@
 """Private linear models as scikit-learn estimators; a fit ends in weights and a certificate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -21,14 +19,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
-from dpspan.convex.fitting import (
-    ClipSchedule,
-    Fit,
-    GaussianNoise,
-    PrivateRecords,
-    configuration,
-    schedule_of,
-)
+from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
@@ -148,11 +139,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         rows = PublicRows.of(given)
         with no_echo():
             x = check_array(rows.x, accept_sparse="csr", dtype=np.float64, input_name="public")
-        if x.shape[1] != self.n_features_in_:
-            raise ValueError(
-                f"Expected public rows of {self.n_features_in_} features, like the private "
-                f"records, got {x.shape[1]}."
-            )
+        same = f"public rows of {self.n_features_in_} features, like the private records"
+        expect(x.shape[1] == self.n_features_in_, same, x.shape[1])
         if rows.y is None:
             return replace(rows, x=x)
         if np.shape(rows.y) != (x.shape[0],):
@@ -233,6 +221,14 @@ def _known(public: PublicRows, preparation: Preparation, private: Records) -> Re
     return Records(rows=rows, targets=public.y, loss=private.loss)
 
 
+def configuration(setting: Any) -> Any:
+    """A setting as the certificate shows it: an object by its name and fields, plain numbers."""
+    if is_dataclass(setting):
+        values = {one.name: configuration(getattr(setting, one.name)) for one in fields(setting)}
+        return {"name": type(setting).__name__, **values}
+    return None if setting is None else np.asarray(setting).tolist()
+
+
 @lru_cache(maxsize=256)  # a function of four numbers that takes half a second
 def _calibrated(epsilon: float, delta: float, steps: int, accountant: str) -> float:
     budget = Budget(epsilon=epsilon, delta=delta)
@@ -245,10 +241,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
 
     classes: ArrayLike | None = None
 
-    def _loss(self) -> Logistic | SmoothedHinge:
-        raise NotImplementedError
-
-    def _task(self, y: NDArray[Any]) -> Task:
+    def _classification(self, y: NDArray[Any], loss: Loss, *, low: float) -> Task:
+        """Targets are 1 for a record's class, `low` for the others."""
         check_classification_targets(y)
         known = np.unique(y if self.classes is None else np.asarray(self.classes))
         if len(known) < 2:
@@ -256,8 +250,6 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
                 f"Expected at least two classes, got {len(known)} class: give all that can occur "
                 "by classes=[...]."
             )
-        loss = self._loss()
-        low = 0.0 if isinstance(loss, Logistic) else -1.0
 
         def targets_of(labels: NDArray[Any], where: str) -> Array:
             codes = np.searchsorted(known, labels).clip(max=len(known) - 1)
@@ -316,8 +308,8 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
         True
     """
 
-    def _loss(self) -> Logistic:
-        return Logistic()
+    def _task(self, y: NDArray[Any]) -> Task:
+        return self._classification(y, Logistic(), low=0.0)
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities of the classes, (n, c)."""
@@ -353,8 +345,8 @@ class PrivateLinearSVC(PrivateLinearClassifier):
 
     smoothing: float = 0.5
 
-    def _loss(self) -> SmoothedHinge:
-        return SmoothedHinge(width=self.smoothing)
+    def _task(self, y: NDArray[Any]) -> Task:
+        return self._classification(y, SmoothedHinge(width=self.smoothing), low=-1.0)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -9,10 +9,8 @@ noise multipliers z_b and z_B, 1/z² = 1/z_b² + 1/z_B², is one Gaussian mechan
 z. Every step uses every record, so nothing is sampled and nothing amplified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -138,11 +136,3 @@ class Fit:
     def charge(self) -> None:
         """Enter one step into the ledger; nothing of it is computed before that."""
         self.ledger.charge(GaussianDpEvent(self.noise_multiplier))
-
-
-def configuration(setting: Any) -> Any:
-    """A setting as the certificate shows it: an object by its name and fields, plain numbers."""
-    if is_dataclass(setting):
-        values = {one.name: configuration(getattr(setting, one.name)) for one in fields(setting)}
-        return {"name": type(setting).__name__, **values}
-    return None if setting is None else np.asarray(setting).tolist()

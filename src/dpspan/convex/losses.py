@@ -8,8 +8,6 @@
 So nothing else of a loss is needed, and no gradient of a single record is ever built.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

@@ -15,8 +15,6 @@ V(Vᵀm + N(0, I_k)), so only k numbers are drawn and only they leave the privat
 happens in k × k and in the factored history of the gradients (t × p); nothing is p × p.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -20,8 +20,6 @@ The history of mean gradients is kept in factored form, never p × p:
 By way of Q and not of M Mᵀ, whose square root would keep only half of the digits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,8 +196,7 @@ class FromNoisyGradients:
 
     `debias` takes out what noise adds on average, Σσ_s² in every direction; eigenvalues of the
     sum are then raised to at least `floor` times that. `diagonal` keeps one number a coordinate,
-    instead of a full matrix; by default that is done from more than 1,000 dimensions on, if they
-    are the same ones at every step.
+    not a full matrix; by default beyond 1,000 dimensions, if they stay the same at every step.
     """
 
     diagonal: bool | None = None
@@ -211,7 +208,6 @@ class FromNoisyGradients:
         expect(check_number("floor", self.floor) >= 0, "floor >= 0", self.floor)
 
     def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> Update:
-        """The updates of a fit in a subspace that may turn; what cannot work is refused."""
         if self.diagonal and turns:
             raise ValueError(
                 "A diagonal preconditioner needs coordinates that stay, but the subspace changes "

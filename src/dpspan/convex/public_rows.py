@@ -1,11 +1,9 @@
 """Public rows of a table: known by their digest, kept apart from the private ones, a first fit."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +31,9 @@ class PublicRows:
     equal_rows_allowed: bool = False
 
     @classmethod
-    def of(cls, given: Any) -> PublicRows:
+    def of(cls, given: Any) -> Self:
         """From (X, y), X alone, or such an object itself."""
-        if isinstance(given, PublicRows):
+        if isinstance(given, cls):
             return given
         x, y = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         expect(not isinstance(x, tuple), "public to be X_pub or (X_pub, y_pub)", given)
@@ -75,8 +73,7 @@ def refuse_overlap(public: Features, private: Features, name: str) -> None:
 def without_public(x: Any, public: Any) -> NDArray[np.intp]:
     """The indices of the private rows that are not copies of public ones.
 
-    They are taken out of the private side, where a record's fate depends on that record and on
-    public rows alone.
+    Taken out of the private side, where a record's fate depends on it and on public rows alone.
     """
     known = set(_fingerprints(PublicRows.of(public).x))
     return np.flatnonzero([fingerprint not in known for fingerprint in _fingerprints(x)])

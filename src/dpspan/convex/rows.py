@@ -10,8 +10,6 @@ length or gradient is not finite counts as zero everywhere, and so does one whos
 it would have too few digits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias

@@ -3,8 +3,6 @@
 Whatever is fitted here sees no private record, and is then applied to each record by itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

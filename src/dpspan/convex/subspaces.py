@@ -9,11 +9,8 @@
 
 Formal guarantee: ‖Vᵀv‖ ≤ ‖v‖ holds for the V in use, not only for the one it should be. `Span`
 shrinks its basis by a bound of how far it is from orthonormal (a part in 1e14), so what is embedded
-moves no more than what was clipped. A V comes from public rows and released weights alone and costs
-no privacy.
+moves no more than what was clipped. A V, of public rows and released weights, costs no privacy.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias

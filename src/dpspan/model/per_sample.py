@@ -125,6 +125,11 @@ class SampleCriterion:
 
     def __call__(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
         """The model's loss for each sample."""
+        if labels is None:
+            raise ValueError(
+                f"Expected samples with labels for {self.name}, got inputs only: give (inputs, "
+                f"labels), or pass {self._instead}, a function that returns one loss per sample."
+            )
         return self.losses(self.outputs(call(model, inputs), len(tree_leaves(labels)[0])), labels)
 
     def outputs(self, returned: Any, samples: int) -> Tensor:

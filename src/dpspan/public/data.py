@@ -115,12 +115,11 @@ class Samples:
         chosen: Tensor | None = None,
         device: torch.device | None = None,
     ) -> Iterator[Piece]:
-        """The samples in pieces of at most `size`.
+        """The samples in pieces of at most `size`, on the CPU or moved to `device`.
 
         Without `size` a piece is at most as large as the DataLoader's batches were, or 2048.
         `chosen` are the sorted indices of the samples wanted, all of them by default. Samples of
-        different shapes (padded to different lengths) never share a piece. They are on the CPU, or
-        moved to `device`.
+        different shapes (padded to different lengths) never share a piece.
         """
         size = self.largest_piece if size is None else check_count("size", size)
         indices = torch.arange(self.count) if chosen is None else chosen.cpu()
@@ -176,9 +175,6 @@ class PublicData(Samples):
 def move(inputs: Any, device: torch.device) -> Any:
     """Every tensor of a batch on a device."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), inputs)
-
-
-# -- reading ------------------------------------------------------------------------------------
 
 
 def read(source: object) -> Iterator[Batch]:
@@ -243,9 +239,6 @@ def _collated(dataset: Any, indices: Sequence[int], collate_fn: Collate) -> Any:
     if type(dataset) is TensorDataset and collate_fn is default_collate:
         return [tensor[torch.as_tensor(indices)] for tensor in dataset.tensors]
     return collate_fn([dataset[index] for index in indices])
-
-
-# -- the form in which batches are held ---------------------------------------------------------
 
 
 def hold(batch: Any) -> Batch:

@@ -41,9 +41,6 @@ def _stream(seed: int, refresh: int, purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed, refresh, purpose])
 
 
-# -- labels -------------------------------------------------------------------------------------
-
-
 # Both for samples on the model's device, at the refresh of this number.
 LabelSource = Callable[[Piece, Tensor, int], Any]  # by the model's outputs
 PieceLosses = Callable[[nn.Module, Piece, int], Tensor]  # one per sample
@@ -104,8 +101,14 @@ class RandomLabels:
         @lru_cache(maxsize=1)
         def drawn(refresh: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             # For all samples, so that a sample's label does not depend on its piece.
-            generator = _stream(self.seed, refresh, _LABELS)
-            return _random_labels(criterion, generator, data.count, shape, dtype)
+            generator, count = _stream(self.seed, refresh, _LABELS), data.count
+            if isinstance(criterion, _CLASSES):
+                got = f"shape {(count, *shape)}"
+                expect(len(shape) > 0, "the model to give class scores (samples, classes, …)", got)
+                return torch.from_numpy(generator.integers(shape[0], size=(count, *shape[1:])))
+            if isinstance(criterion, _YES_OR_NO):
+                return torch.from_numpy(generator.integers(2, size=(count, *shape))).to(dtype)
+            return torch.from_numpy(generator.standard_normal((count, *shape))).to(dtype)
 
         def labels(piece: Piece, outputs: Tensor, refresh: int) -> Tensor:
             every = drawn(refresh if self.redraw else 0, outputs.shape[1:], outputs.dtype)
@@ -157,26 +160,6 @@ def _check_classes(data: Samples, outputs: Sequence[int], criterion: nn.Module) 
                 "the private data has them, or leave out samples of other classes (GEP and PDPSGD "
                 "can do without labels, by public_labels='random')."
             )
-
-
-def _random_labels(
-    criterion: nn.Module,
-    generator: np.random.Generator,
-    count: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-) -> Tensor:
-    """As the criterion takes them, for outputs of this shape and dtype."""
-    if isinstance(criterion, _CLASSES):
-        got = f"shape {(count, *shape)}"
-        expect(len(shape) > 0, "the model to give class scores (samples, classes, …)", got)
-        return torch.from_numpy(generator.integers(shape[0], size=(count, *shape[1:])))
-    if isinstance(criterion, _YES_OR_NO):
-        return torch.from_numpy(generator.integers(2, size=(count, *shape))).to(dtype)
-    return torch.from_numpy(generator.standard_normal((count, *shape))).to(dtype)
-
-
-# -- gradients ----------------------------------------------------------------------------------
 
 
 def losses_by(
@@ -254,34 +237,30 @@ class PublicGradientSource:
             left_as_found(self.model, self._model_seed(refresh)),
             nullcontext(capture) if capture else Capture(self.model) as recording,
         ):
-            return PerSampleGradients.concatenate(
-                [
-                    recorded(
-                        recording, partial(self._losses, self.model, p, refresh), len(p.indices)
-                    )
-                    for p in self._pieces(refresh)
-                ]
-            )
+            found = [
+                recorded(recording, partial(self._losses, self.model, p, refresh), len(p.indices))
+                for p in self._pieces(refresh)
+            ]
+            return PerSampleGradients.concatenate(found)
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
         with torch.no_grad(), left_as_found(self.model, self._model_seed(0)):
-            piece = next(self.data.pieces(1, device=_device(self.model)))
+            piece = next(self.data.pieces(1, device=self._device))
             losses = self._losses(self.model, piece, 0)
         check_one_each(losses, 1, of="public_loss")
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def _pieces(self, refresh: int) -> Iterator[Piece]:
-        device = _device(self.model)
         if self.fixed:  # they go to the device once
             # Handed over as copies: a model or a loss may work in place on what it gets.
-            return (tree_map_only(Tensor, torch.clone, p) for p in self._on_device(device))
+            return (tree_map_only(Tensor, torch.clone, p) for p in self._on_device(self._device))
         generator = _stream(self.seed, refresh, _SUBSET)
         picked = np.sort(generator.choice(self.data.count, self.count, replace=False))
-        return self.data.pieces(self.piece, torch.from_numpy(picked), device)
+        return self.data.pieces(self.piece, torch.from_numpy(picked), self._device)
 
     def _model_seed(self, refresh: int) -> int:
         return int(_stream(self.seed, refresh, _MODEL).integers(2**63))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -45,8 +45,7 @@ def fingerprints(inputs: Any) -> list[bytes]:
     """A hash of each sample's inputs: equal for equal values of equal shapes.
 
     Neither the labels nor the width of a dtype count (floats are compared as float32, integers as
-    int64). Padding that an "attention_mask" marks is left out, so that padding to another length
-    hides nothing.
+    int64), nor padding that an "attention_mask" marks, or another length would hide a copy.
     """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     kept = None if mask is None else mask.cpu().bool().numpy()
@@ -110,9 +109,8 @@ def without_public(
 ) -> Subset[Any]:
     """The private records that are not copies of public samples (see `refuse_overlap`).
 
-    They are taken out of the private side, where each record's fate depends on that record and on
-    public data alone. Removing the copies from the public data instead would reveal which records
-    are private.
+    Taken out of the private side, where each record's fate depends on it and on public data alone;
+    removing the copies from the public data would reveal which records are private.
 
     Examples:
         >>> import torch

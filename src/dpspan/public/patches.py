@@ -264,8 +264,7 @@ def encode(
 def encode_public(layer: PatchFeatures, public: object) -> PublicData:
     """Public data as the layer sees them, for a method or a warm start behind `encode`.
 
-    They keep the name, digest and fingerprints of the samples themselves, for the certificate and
-    the search for copies.
+    They keep name, digest and fingerprints of the samples, for certificate and search for copies.
 
     Examples:
         >>> import torch
