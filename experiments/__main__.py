@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="faster products on a GPU")
     parser.add_argument("--physical", type=int, help="most samples in memory at once")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs: faster, on a GPU")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--rows", nargs="+", help="only rows that begin so")
     parser.add_argument("--targets", nargs="+", type=float, help="only these ε, or σ")
@@ -64,6 +65,7 @@ def main() -> None:
             device=options.device,
             tf32=options.tf32,
             physical=options.physical,
+            graphs=options.graphs,
             jobs=options.jobs,
             commit=options.commit or current_commit(),
         )

@@ -150,6 +150,7 @@ def _trained(
             method=row.method.build(data.public[name] if name else None, steps=steps),
             warm_start=_phase(row, data, run.seed),
             max_physical_batch_size=place.physical,
+            cuda_graphs=place.graphs,
             views=training.views,
         )
     schedule = LambdaLR(optimizer, lambda epoch: training.schedule.factor(epoch, epochs))

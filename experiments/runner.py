@@ -30,6 +30,7 @@ class Place:
     device: str = "cpu"
     tf32: bool = False
     physical: int | None = None  # most samples in memory at once
+    graphs: bool = False  # CUDA graphs, for private runs
     jobs: int = 1
     commit: str = ""
 

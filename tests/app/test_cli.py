@@ -412,6 +412,7 @@ def test_compare_trains_as_the_configurations_say(
     adam = {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1}
     options = {
         "physical_batch_size": 7,
+        "cuda_graphs": True,
         "seed": 5,
         "optimizer": adam,
         "schedule": {"name": "cosine", "warmup": 0.1},
@@ -439,7 +440,7 @@ def test_compare_trains_as_the_configurations_say(
     assert "GroupNorm" in str(seen["module"])
     assert isinstance(seen["warm_start"], SecondPhase)
     assert seen["warm_start"].seed == 5
-    assert seen["max_physical_batch_size"] == 7
+    assert (seen["max_physical_batch_size"], seen["cuda_graphs"]) == (7, True)
     group = seen["optimizer"].param_groups[0]
     assert (type(seen["optimizer"]).__name__, group["weight_decay"]) == ("AdamW", 0.1)
     assert group["lr"] < 0.005  # the cosine is near its end

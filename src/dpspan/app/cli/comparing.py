@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # What the rows of a comparison have in common
 _SHARED = ("data", "features", "model", "trainable", "budget")
-_TRAINING = ("epochs", "batch_size", "physical_batch_size", "device", "seed")
+_TRAINING = ("epochs", "batch_size", "physical_batch_size", "cuda_graphs", "device", "seed")
 
 
 @app.command(name="compare")

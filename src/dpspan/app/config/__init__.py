@@ -137,7 +137,7 @@ class Config(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""
-        where = {"device": True, "physical_batch_size": True}
+        where = {"device": True, "physical_batch_size": True, "cuda_graphs": True}
         return self.model_dump(mode="json", exclude={"output": True, "training": where})
 
 

@@ -331,7 +331,8 @@ class TrainingSection(Section):
     """How long, in which batches and by which optimizer.
 
     `batch_size` is the expected one: batches are Poisson samples. `physical_batch_size` is the
-    most samples to process at once. `seed` is of the model's first weights, never of the noise.
+    most samples to process at once. With `cuda_graphs` a GPU waits for no launches, and every batch
+    is filled up to one size. `seed` is of the model's first weights, never of the noise.
     """
 
     epochs: Count
@@ -339,6 +340,7 @@ class TrainingSection(Section):
     optimizer: Annotated[SgdSection | AdamSection, Field(discriminator="name")]
     schedule: AnySchedule = ConstantSection()
     physical_batch_size: Count | None = None
+    cuda_graphs: bool = False
     device: str = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 

@@ -347,6 +347,7 @@ def task_of(
         records=config.data.records,
         accountant=config.budget.accountant,
         physical_batch_size=config.training.physical_batch_size,
+        cuda_graphs=config.training.cuda_graphs,
         device=device_of(config),
         about=config.model_dump(mode="json", include=shared),
     )

@@ -75,6 +75,7 @@ class Task:
             batch_size / records. Without it the exact number is used, and certificates tell it.
         accountant: "pld" or "rdp".
         physical_batch_size: most samples to process at once.
+        cuda_graphs: as for `make_private`.
         device: where models are trained.
         about: public facts about data and model, as plain values: they are kept with every run,
             and a folder takes no runs of which they differ.
@@ -107,6 +108,7 @@ class Task:
     records: int | None = None
     accountant: str = "pld"
     physical_batch_size: int | None = None
+    cuda_graphs: bool = False
     device: str | torch.device = "cpu"
     about: Mapping[str, Any] | None = None
 
@@ -315,6 +317,7 @@ class Training:
             sample_rate=sample_rate,
             expected_batch_size=float(task.batch_size),
             max_physical_batch_size=task.physical_batch_size,
+            cuda_graphs=task.cuda_graphs,
         )
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
