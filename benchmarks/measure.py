@@ -19,8 +19,8 @@ from benchmarks.problems import PROBLEMS, SEED, Problem
 
 Step = Callable[[], None]
 WARMUP = 1  # rounds, after the first step that shows whether a contender runs
-BURST = 8  # steps of a GPU between two looks at the clock
-MEMORY_STEPS = 2
+BURST = 5  # steps of a GPU between two looks at the clock
+MEMORY_STEPS = 5  # a graph is recorded at the fourth
 WARMUP_BATCH = 16  # enough for private and public samples in any proportion that is measured
 CHECK_BATCH = 32
 PRELOAD = ["benchmarks.measure", "opacus", "torch._dynamo"]
@@ -95,7 +95,7 @@ def interleave(
         return {}
     order = list(steps)
     shuffle = random.Random(SEED).shuffle
-    burst = BURST if device == "cuda" else 1
+    burst = BURST if device == "cuda" else 1  # calls; of several steps each in some
 
     def run_round() -> dict[str, float]:
         shuffle(order)
