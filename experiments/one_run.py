@@ -38,8 +38,9 @@ CRITERION = nn.CrossEntropyLoss()
 class Run:
     """One cell of a table with one learning rate and seed.
 
-    A run that is part of a search is judged by training samples that it does not train on.
-    `target` is ε or the noise multiplier, None where there is no privacy to pay for.
+    A run that is part of a search is judged by training samples that it does not train on, and may
+    take a share of the epochs only. `target` is ε or the noise multiplier, None where there is no
+    privacy to pay for.
     """
 
     experiment: str
@@ -49,6 +50,7 @@ class Run:
     seed: int
     tuning: bool
     settings: str  # their digest
+    share: float | None = None  # of the epochs; None: all
 
 
 def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def _trained(
     """Epochs over the private samples, with or without privacy."""
     row, targets = experiment.rows[run.row], experiment.targets
     training = row.training or experiment.training
-    epochs = training.epochs_at(run.target)
+    epochs = max(1, round((run.share or 1) * training.epochs_at(run.target)))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
     section = training.optimizer.model_copy(update={"learning_rate": run.rate})
     optimizer = section.build([p for p in model.parameters() if p.requires_grad])

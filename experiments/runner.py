@@ -108,14 +108,12 @@ class Results:
 
 
 def best_of(search: Sequence[Any], results: Results, metric: str = "accuracy") -> float:
-    """The learning rate of the best run of a search."""
-
-    def reached(run: Any) -> float:
+    """The learning rate whose runs in a search are the best on average."""
+    reached: dict[float, list[float]] = {}
+    for run in search:
         row = results.of(run)
-        return row[metric] if row else 0.0
-
-    rate: float = max(search, key=reached).rate
-    return rate
+        reached.setdefault(run.rate, []).append(row[metric] if row else 0.0)
+    return max(reached, key=lambda rate: statistics.mean(reached[rate]))
 
 
 def spread(shares: Iterable[float]) -> str:

@@ -61,6 +61,19 @@ class Training(Section):
         return self.epochs if isinstance(self.epochs, int) else self.epochs[target or 0.0]
 
 
+class Search(Section):
+    """How a learning rate is found on training samples that are held out.
+
+    A grid whose best rate is at an end grows beyond it, up to `tries` rates, each trained once for
+    `share` of the epochs. Then the best `finalists` are trained in full, with `seeds` seeds each.
+    """
+
+    tries: Count = 1
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    finalists: Count = 1
+    seeds: Count = 3
+
+
 class Row(Section):
     """One row of a table.
 
@@ -71,6 +84,7 @@ class Row(Section):
 
     method: AnyMethod | ConvexSection | Literal["non-private", "public only"]
     rates: Annotated[Numbers, Field(min_length=1)] | str = (1.0,)
+    search: Search | None = None
     model: AnyExperimentModel | None = None
     training: Training | None = None
     trainable: AnyTrainable | None = None
@@ -125,7 +139,6 @@ class TrainingExperiment(Section):
     """A table: every row at every target, with several seeds; a plot of `plotted`, or of all rows.
 
     With `attack`, training samples are always held out, as the non-members of a membership attack.
-    A grid whose best rate is at an end grows beyond it, up to `tries` rates.
     """
 
     kind: Literal["training", "choosing"] = "training"
@@ -138,7 +151,7 @@ class TrainingExperiment(Section):
     training: Training
     targets: Targets
     seeds: Count = 3
-    tries: Count = 1
+    search: Search = Search()
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy"
     attack: bool = False
     plotted: Texts = ()
@@ -200,7 +213,7 @@ class TrainingExperiment(Section):
             "row": {
                 key: value
                 for key, value in stated(row).items()
-                if key not in ("rates", "model", "training", "paper", "targets")
+                if key not in ("rates", "search", "model", "training", "paper", "targets")
             },
             "targets": self.targets.symbol,
             "delta": self.targets.delta,
@@ -215,6 +228,11 @@ class TrainingExperiment(Section):
         """The row whose search settles the learning rate, and its grid."""
         rates = self.rows[name].rates
         return self.searched(rates) if isinstance(rates, str) else (name, rates)
+
+    def search_of(self, name: str) -> Search:
+        """How that search is made."""
+        source, _ = self.searched(name)
+        return self.rows[source].search or self.search
 
 
 def stated(section: Section) -> dict[str, Any]:

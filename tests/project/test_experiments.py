@@ -23,7 +23,7 @@ from experiments.data import ImagesSection, OptIn, OtherFile, UniformNoise
 from experiments.one_run import Run, train
 from experiments.runner import Place, Results, best_of
 from experiments.samples import Choice, samples_of
-from experiments.schema import TrainingExperiment
+from experiments.schema import Search, TrainingExperiment
 from experiments.sweep import all_cells, reported, searched, sweep
 
 from dpspan.app.section import ConfigError, parse
@@ -385,14 +385,48 @@ class TestRuns:
                     results.add({**vars(run), "accuracy": 1 / (1 + abs(math.log(run.rate / 9.0)))})
 
         monkeypatch.setattr("experiments.sweep.execute", make)
-        growing = tiny.model_copy(update={"tries": 8})
+        growing = tiny.model_copy(update={"search": Search(tries=8)})
         sweep("tiny", growing, results, place, ["DP-SGD"], targets=[8.0])
         rates = [run.rate for run in searched("tiny", growing, "DP-SGD", 8.0, results)]
         assert sorted({*tried}) == rates
         assert best_of(searched("tiny", growing, "DP-SGD", 8.0, results), results) in rates[1:-1]
         assert len(tried) == len({*tried}) <= 2 * 8  # two rows, each rate once
-        few = tiny.model_copy(update={"tries": 3})
+        few = tiny.model_copy(update={"search": Search(tries=3)})
         assert len(searched("tiny", few, "DP-SGD", 8.0, results)) == 3
+
+    def test_the_best_of_short_runs_are_decided_between_in_full(
+        self, tmp_path: Path, tiny: TrainingExperiment, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Short runs prefer 2, long ones 1 on average, though not with the first seed."""
+        results, place = Results(tmp_path / "r.jsonl"), Place(data=tmp_path)
+        made: list[Run] = []
+
+        def reached(run: Run) -> float:
+            if run.share is not None:
+                return {1.0: 0.8, 2.0: 0.9}.get(run.rate, 0.1)
+            return 0.5 + 0.1 * (run.rate == 1.0) - 0.2 * (run.rate == 1.0 and run.seed == 1000)
+
+        def make(runs: list[Run], *_: Any) -> None:
+            for run in dict.fromkeys(runs):
+                if results.of(run) is None:
+                    made.append(run)
+                    results.add({**vars(run), "accuracy": reached(run)})
+
+        monkeypatch.setattr("experiments.sweep.execute", make)
+        search = Search(tries=5, share=0.25, finalists=2, seeds=3)
+        row = tiny.rows["DP-SGD"].model_copy(
+            update={"rates": (0.5, 1.0, 2.0, 4.0), "search": search}
+        )
+        two_stages = tiny.model_copy(update={"rows": {"DP-SGD": row}})
+        assert two_stages.digest("DP-SGD") == tiny.digest("DP-SGD")
+        sweep("tiny", two_stages, results, place, targets=[8.0])
+        short = [run for run in made if run.share == 0.25]
+        full = [run for run in made if run.tuning and run.share is None]
+        assert {run.rate for run in short} == {0.5, 1.0, 2.0, 4.0}
+        assert {(run.rate, run.seed) for run in full} == {
+            (rate, seed) for rate in (1.0, 2.0) for seed in (1000, 1001, 1002)
+        }
+        assert {run.rate for run in made if not run.tuning} == {1.0}
 
     def test_what_is_there_is_not_repeated(
         self, swept: Results, tiny: TrainingExperiment, folder: Path
