@@ -1,7 +1,5 @@
 """Who may take part in a private run: the model, its loss, its optimizer, and public data."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The plan of a private run: all that decides what it costs, before a private record is read."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

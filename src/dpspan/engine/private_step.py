@@ -4,8 +4,6 @@ Pieces of a logical batch are clipped and added up; after the last piece the ste
 ledger, noise is drawn once, and the noisy mean becomes param.grad for any torch optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

@@ -4,8 +4,6 @@ From one batch it cannot be told: a table of positions looks like a batch of as 
 one sample more, what belongs to the samples grows, and what they share does not.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

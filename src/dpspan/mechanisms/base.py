@@ -1,7 +1,5 @@
 """What a method is to the engine: public configuration, and a mechanism made from it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

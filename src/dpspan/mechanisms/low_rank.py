@@ -4,8 +4,6 @@ The figures 2 and 3 of the RGP paper. Everything here comes from gradients witho
 data it is for the operator's eyes, and no ledger counts it. On public data it is free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A float32 generator has no tail: torch's ends at 5.77 σ on a CPU, and whatever 
 tell for sure that a record took part. So noise is drawn and added in float64, then rounded.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping

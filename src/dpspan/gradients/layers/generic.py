@@ -6,8 +6,6 @@ randomness are the same in the output and in the gradient. The price is that the
 module, everything below it included, are instantiated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

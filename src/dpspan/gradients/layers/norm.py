@@ -1,7 +1,5 @@
 """LayerNorm, RMSNorm, GroupNorm and InstanceNorm: an affine map of a normalised input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch.nn.functional as F
