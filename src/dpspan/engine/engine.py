@@ -1,12 +1,10 @@
 """PrivacyEngine: the front door. Takes a model, an optimizer and a data loader, gives them back."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from torch import nn
@@ -23,11 +21,9 @@ from dpspan.engine.plan import Plan, plan_run, plan_sampling, without_retired_op
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method, Setting
+from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
-
-if TYPE_CHECKING:
-    from dpspan.public.warm_start import WarmStart
 
 _logger = logging.getLogger(__name__)
 

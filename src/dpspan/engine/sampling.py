@@ -5,15 +5,13 @@ loader of fixed-size batches is a different mechanism, so the loader made here r
 sampling of the user's `DataLoader` and keeps everything else of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ class PoissonDraw:
         check_count("steps_per_epoch", self.steps_per_epoch)
 
     @classmethod
-    def one_pass(cls, *, records: int, sample_rate: float) -> PoissonDraw:
+    def one_pass(cls, *, records: int, sample_rate: float) -> Self:
         """An epoch of 1/q steps, in which a record takes part once on average."""
         steps = max(1, round(1 / sample_rate)) if sample_rate > 0 else 1
         return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)

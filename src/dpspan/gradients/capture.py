@@ -10,13 +10,11 @@ Parameters are known by their module and their name in it: a sharded model excha
 themselves for others while it runs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -208,7 +206,7 @@ class Capture:
             stand_in.restore()
         self.disarm()
 
-    def __enter__(self) -> Capture:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,13 +7,11 @@ summation: |fl(x·y) − x·y| ≤ (2r + d·u)·|x|·|y| for d terms, unit round
 hardware rounds to relative precision r first (TF32, bfloat16; r = 0 when they enter as they are).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -70,7 +68,7 @@ class Arithmetic:
     factor: float  # r, relative rounding of the factors of a matrix product
 
     @classmethod
-    def of(cls, x: Tensor) -> Arithmetic:
+    def of(cls, x: Tensor) -> Self:
         """The arithmetic for tensors like `x` under torch's current settings."""
         if x.dtype == torch.float64:
             return cls(2.0**-53, 0.0)
@@ -87,7 +85,7 @@ class Arithmetic:
         return cls(2.0**-24, max(_FACTOR_ROUNDING.get(name, 2.0**-8) for name in settings))
 
     @classmethod
-    def precise(cls, x: Tensor) -> Arithmetic:
+    def precise(cls, x: Tensor) -> Self:
         """The arithmetic of `product` and `minus_product`, whatever torch is set to."""
         now = cls.of(x)
         return cls(now.unit, 2.0**-20 if _splits(x, now) else 0.0)

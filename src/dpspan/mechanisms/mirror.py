@@ -10,8 +10,6 @@ there is about h_t, so mixing it in is post-processing, whatever its length: it 
 unless `public_clip` says so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,7 +133,7 @@ class MirrorDescent(Method):
             self.mixing,
         )
 
-    def bind(self, setting: Setting) -> MirrorMechanism:
+    def bind(self, setting: Setting) -> SteppedMechanism:
         data = PublicData.of(self.public)
         if not data.labelled:
             raise ValueError(

@@ -13,8 +13,6 @@ The model itself is not reparametrized: ∂L and ∂R come from each layer's inp
 The part of ∂L inside L takes no part in the update, so it is taken off before the clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +79,7 @@ class RGP(Method):
         """Where the carriers come from."""
         return _NAMED[self.carriers] if isinstance(self.carriers, str) else self.carriers
 
-    def bind(self, setting: Setting) -> RGPMechanism:
+    def bind(self, setting: Setting) -> SteppedMechanism:
         return RGPMechanism(self, setting.model)
 
     def describe(self) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """nn.Conv1d, Conv2d and Conv3d with groups, stride, dilation and every padding mode."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +91,7 @@ class Patches(Factored):
         if self.groups > 1:  # an output channel sees its own group's inputs only
             return self.rows(0, self.samples)[:, start * width : stop * width]
         weight = torch.Size((stop - start, *self.weight[1:]))
-        part = dataclasses.replace(self, b=self.b[:, start:stop], weight=weight)
+        part = replace(self, b=self.b[:, start:stop], weight=weight)
         return part.rows(0, self.samples)
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
@@ -162,8 +160,8 @@ class Patches(Factored):
             )
         )
 
-    def double(self) -> Patches:
-        return dataclasses.replace(self, x=self.x.double(), b=self.b.double())
+    def double(self) -> Self:
+        return replace(self, x=self.x.double(), b=self.b.double())
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if self.groups > 1:  # carriers would mix what the groups keep apart
@@ -180,7 +178,7 @@ class Patches(Factored):
             x, filters, None, self.stride, self.padding, self.dilation, False, [0], 1
         )
         outputs = (left.T @ b.flatten(2)).view(len(b), len(right), *b.shape[2:])
-        thin = dataclasses.replace(self, x=x, b=outputs, weight=filters.shape)
+        thin = replace(self, x=x, b=outputs, weight=filters.shape)
         rights = thin.rows_to_keep(0, self.samples).view(self.samples, *right.shape)
         return torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)), rights
 
