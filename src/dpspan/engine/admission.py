@@ -104,13 +104,11 @@ def admit_public(
     return uses
 
 
-# -- does a collate_fn keep records apart? a few are collated in one company and in another --------
-
-
 def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
     """Raise ValueError if what a record becomes depends on the records that it is collated with.
 
-    Padding to the longest record does not mix records, nor does another order.
+    A few are collated in one company and in another. Padding to the longest record does not mix
+    records, nor does another order.
     """
     dataset: Any = loader.dataset
     if loader.collate_fn is default_collate or len(dataset) < 3:

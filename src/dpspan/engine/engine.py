@@ -17,13 +17,14 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, admit_public, check_parts
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_run, plan_sampling, without_retired_options
+from dpspan.engine.plan import Plan, plan_run, plan_sampling
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method, Setting
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
+from dpspan.support.moved import without_retired_options
 
 _logger = logging.getLogger(__name__)
 
@@ -314,8 +315,6 @@ class PrivacyEngine:
             warnings.warn(f"dpspan: {message}.", stacklevel=2)
         self.ledger.warn(message)
 
-    # -- saving and resuming --------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The ledger, where the sampler stands and the method's state; never a noise generator."""
         run = self._running()
@@ -337,15 +336,15 @@ class PrivacyEngine:
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
         mine, theirs = run.plan.describe(), without_retired_options(state["run"])
-        different = [key for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)]
+        different = [
+            f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
+            for key in {**mine, **theirs}
+            if theirs.get(key) != mine.get(key)
+        ]
         if different:
             raise ValueError(
-                "The state does not fit this run: "
-                + "; ".join(
-                    f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
-                    for key in different
-                )
-                + ". Set the engine up as it was when the state was saved."
+                f"The state does not fit this run: {'; '.join(different)}. Set the engine up as it "
+                "was when the state was saved."
             )
         loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
         try:  # all or nothing
@@ -399,8 +398,6 @@ class PrivacyEngine:
         """Take every hook off the model, the optimizer and the criterion; training is over."""
         if self._run is not None:
             self._run.remove()
-
-    # -- setting up -----------------------------------------------------------------------------
 
     def _put_on_record(self, plan: Plan, public: list[PublicUse]) -> None:
         for use in public:

@@ -103,8 +103,6 @@ class Capture:
             self.remove()
             raise
 
-    # -- the life of a capture ------------------------------------------------------------------
-
     def expect(
         self,
         samples: int,
@@ -261,8 +259,6 @@ class Capture:
         finally:
             self.inside_unit = before
 
-    # -- parameters and modules -----------------------------------------------------------------
-
     @property
     def on_cuda(self) -> bool:
         """Whether the model is on a GPU."""
@@ -347,8 +343,6 @@ class Capture:
         if module not in self._stand_ins or "forward" not in vars(module):  # a rehearsal undid it
             self._stand_ins[module] = StandIn(self, path, module)
         return self._stand_ins[module]
-
-    # -- recording ------------------------------------------------------------------------------
 
     def listen(self, output: Tensor, path: str, receive: Callable[[Tensor], None]) -> Tensor:
         """`output`, arranged so that `receive` gets its gradient in the backward pass."""

@@ -6,7 +6,9 @@ one sample more, what belongs to the samples grows, and what they share does not
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +39,9 @@ class Seen:
     def add(self, inputs: dict[str, Pair], outputs: list[Pair], views: int) -> None:
         """One call."""
         for position, (name, pair) in enumerate(inputs.items()):
-            _enter(self.inputs, (name, len(pair[0])), _place(pair, views))
+            place, dimensions = _place(pair, views), len(pair[0])
+            _enter(self.inputs, (name, dimensions), place)
             if position == 0:
-                place, dimensions = _place(pair, views), len(pair[0])
                 folds = pair[0][0] // (FEW * views) if place == FOLDED else 1
                 sizes = [shape[0] if shape else 0 for shape in pair]
                 self.routed |= sizes[0] != sizes[1] and sizes[0] * MORE != sizes[1] * FEW
@@ -47,9 +49,8 @@ class Seen:
                 _enter(self.first, dimensions, place if same else UNCLEAR)
         for number, pair in enumerate(outputs):
             # A single number may be of the whole batch: who knows what is done with one a sample.
-            _enter(
-                self.outputs, (number, len(pair[0])), _place(pair, views) if pair[0] else UNCLEAR
-            )
+            place = _place(pair, views) if pair[0] else UNCLEAR
+            _enter(self.outputs, (number, len(pair[0])), place)
 
     @property
     def fits_rule(self) -> bool:
@@ -158,11 +159,9 @@ def named_tensors(call: Call) -> dict[str, Tensor]:
 
 def samples_of(call: Call, names: Collection[str], rows: list[int]) -> Call:
     """The call with only these rows of the named tensors."""
-
-    def cut(where: Any, leaf: Any) -> Any:
-        return leaf[rows] if keystr(where) in names else leaf
-
-    result: Call = tree_map_with_path(cut, call)
+    result: Call = tree_map_with_path(
+        lambda where, leaf: leaf[rows] if keystr(where) in names else leaf, call
+    )
     return result
 
 
@@ -211,25 +210,18 @@ class _Cuts:
         args, kwargs = samples_of(self.call, self.names, rows)
         record: dict[str, list[_Shapes]] = defaultdict(list)
 
-        def note_as(name: str) -> Callable[..., None]:
-            def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                inputs = {n: x.shape for n, x in named_tensors((args, kwargs)).items()}
-                record[name].append((inputs, [x.shape for x in _tensors(output)]))
+        def note(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs = {n: x.shape for n, x in named_tensors((args, kwargs)).items()}
+            record[path].append((inputs, [x.shape for x in _tensors(output)]))
 
-            return note
-
-        handles = [
-            child.register_forward_hook(note_as(joined(self.path, name)), with_kwargs=True)
-            for name, child in self.module.named_modules()
-            if name
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, child in self.module.named_modules():
+                if name:
+                    hook = partial(note, joined(self.path, name))
+                    hooks.enter_context(child.register_forward_hook(hook, with_kwargs=True))
             with left_as_found(self.module, seed, mode=mode):
                 output = self.forward(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        note_as(self.path)(self.module, args, kwargs, output)
+        note(self.path, self.module, args, kwargs, output)
         return record, output
 
 

@@ -226,9 +226,6 @@ def _basis_bytes(like: Tensor) -> int:
     return _CPU_BASIS_BYTES if like.device.type == "cpu" else _GPU_BASIS_BYTES
 
 
-# -- groups of parameters -------------------------------------------------------------------------
-
-
 def by_stage(name: str) -> str:
     """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`.
 

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+from torch.nn import grad as conv_grad
 
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import (
@@ -31,12 +31,6 @@ _COST_OF_PATCHES = 4
 # GPU, which has to copy every patch for that, gains more by keeping them.
 _CPU_ROWS_KEPT_BYTES = 8 * 2**20
 _GPU_ROWS_KEPT_BYTES = 1024 * 2**20
-
-_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {  # by spatial dimensions
-    1: conv1d_weight,
-    2: conv2d_weight,
-    3: conv3d_weight,
-}
 
 # A GPU copies so many numbers in the time of the launches that sliding rows take beyond one.
 _COPIED_IN_A_LAUNCH = 2**24
@@ -65,11 +59,8 @@ class Patches(Factored):
         return self.b.shape[2:].numel()
 
     def rows(self, start: int, stop: int) -> Tensor:
-        n, x, b = (
-            stop - start,
-            full_precision(self.x[start:stop]),
-            full_precision(self.b[start:stop]),
-        )
+        x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
+        n = stop - start
         if n == 0:
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
@@ -266,7 +257,8 @@ class Patches(Factored):
     def _weight_gradient(self, x: Tensor, b: Tensor, samples: int) -> Tensor:
         """The weight gradient by torch itself, for `samples` samples laid side by side."""
         shape = (samples * self.weight[0], *self.weight[1:])
-        gradient, groups = _WEIGHT_GRADIENTS[len(self.stride)], samples * self.groups
+        gradient: Callable[..., Tensor] = getattr(conv_grad, f"conv{len(self.stride)}d_weight")
+        groups = samples * self.groups
         return gradient(x, shape, b, self.stride, self.padding, self.dilation, groups)
 
 

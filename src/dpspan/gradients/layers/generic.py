@@ -93,13 +93,7 @@ def _no_fast_path() -> Iterator[None]:
 class _PlainEmbedding(TorchFunctionMode):
     """F.embedding by plain means: torch.func forgets padding_idx for all samples but the first."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.embedding:
             return func(*args, **kwargs)
