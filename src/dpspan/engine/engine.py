@@ -182,15 +182,13 @@ class PrivacyEngine:
         self._put_on_record(plan, public)
         self._run = PrivateRun(
             plan,
-            module=module,
+            setting,
+            mechanism,
             optimizer=optimizer,
             loader=loader,
-            criterion=criterion,
-            mechanism=mechanism,
             ledger=self.ledger,
             seed=self._seed,
             cuda_graphs=cuda_graphs,
-            warn=self._warn,
         )
         return module, optimizer, loader
 

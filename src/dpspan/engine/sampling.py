@@ -120,9 +120,9 @@ def _cut(
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
     A `padded` one has exactly that many: record 0 fills it up. For an empty one record 0 stands in,
-    too, and the engine drops what it contributes. An empty step
-    must run like any other: its noise, its step and its event are part of the mechanism. But models
-    and loops fail on tensors of length zero (`x.view(len(x), -1)`, means that become NaN).
+    too, and the engine drops what it contributes. An empty step must run like any other: its noise,
+    its step and its event are part of the mechanism. But models and loops fail on tensors of length
+    zero (`x.view(len(x), -1)`, means that become NaN).
     """
     for batch in batches:
         indices = batch.tolist()
@@ -157,14 +157,11 @@ class PrivateLoader:
 
     Examples:
         >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
         >>> import dpspan
-        >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-        >>> model = nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> model, records = torch.nn.Linear(4, 2), torch.randn(1000, 4)
         >>> *_, loader = dpspan.PrivacyEngine().make_private(
-        ...     module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=50),
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        ...     data_loader=torch.utils.data.DataLoader(records, batch_size=50),
         ...     noise_multiplier=2.0)
         >>> loader.draw  # sizes of batches are random, 50 on average
         PoissonDraw(sample_rate=0.05, steps_per_epoch=20)

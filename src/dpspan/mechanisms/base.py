@@ -19,8 +19,6 @@ from dpspan.support.checks import check_count, check_positive, describe
 class Embedding(SmallGradient):
     """Names the coordinates in a subspace among what a step sums."""
 
-    __slots__ = ()
-
 
 EMBEDDING = Embedding("embedding")
 
