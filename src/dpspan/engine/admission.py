@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from dpspan.engine.private_step import PrivateRun, check_optimizer
 from dpspan.gradients.capture import captures_on
-from dpspan.mechanisms.base import Mechanism, Method
+from dpspan.mechanisms.base import Mechanism, Method, Setting
 from dpspan.model.criterion import check_criterion
 from dpspan.model.isolation import same, tensors_of
 from dpspan.model.validation import refuse_wrappers, validate
@@ -74,11 +74,9 @@ class PublicUse(NamedTuple):
 def admit_public(
     method: Method,
     mechanism: Mechanism,
-    module: nn.Module,
+    setting: Setting,
     private: DataLoader[Any],
-    criterion: nn.Module | None,
     warm_start: WarmStart | None,
-    warn: Callable[[str], None],
 ) -> list[PublicUse]:
     """Everything public behind a run: a warm start, the method's data, what layers were made of.
 
@@ -86,20 +84,20 @@ def admit_public(
     warm start trains the model.
     """
     by_method = f"{type(method).__name__}: public gradients"
-    layers = [part for part in module.modules() if isinstance(part, PatchFeatures)]
+    layers = [part for part in setting.model.modules() if isinstance(part, PatchFeatures)]
     uses = [
         *(PublicUse(data, by_method) for data in mechanism.public),
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),
     ]
     for use in uses:
         refuse_overlap(use.data, private.dataset, private.collate_fn)
-    check_collation(private, warn)
+    check_collation(private, setting.warn)
     # These were compared with the private records when they were encoded.
     uses += [PublicUse(each.public, each.layer) for each in encodings(private.dataset)]
     if warm_start is not None:  # last: whatever can be refused has been
         data = PublicData.of(warm_start.data)
         refuse_overlap(data, private.dataset, private.collate_fn)
-        result = dataclasses.replace(warm_start, data=data).run(module, criterion)
+        result = dataclasses.replace(warm_start, data=data).run(setting.model, setting.criterion)
         uses.insert(0, PublicUse(data, warm_start.summary(result)))
     return uses
 

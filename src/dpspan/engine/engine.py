@@ -175,9 +175,7 @@ class PrivacyEngine:
         loader = PrivateLoader(
             data_loader, plan.sampling, max_physical_batch_size, draws, padded=cuda_graphs
         )
-        public = admit_public(
-            plan.method, mechanism, module, data_loader, criterion, warm_start, self._warn
-        )
+        public = admit_public(plan.method, mechanism, setting, data_loader, warm_start)
         plan = dataclasses.replace(plan, public=tuple(map(str, public)))
         self._put_on_record(plan, public)
         self._run = PrivateRun(

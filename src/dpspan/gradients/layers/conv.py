@@ -142,14 +142,11 @@ class Patches(Factored):
         return kernels.patch_products(F.pad(x, pad), b, self.weight[2:], self.stride, self.dilation)
 
     def merged(self, views: int) -> Rows:
-        return Rows(
-            by_blocks(
-                lambda i, j: Rows(self.rows_to_keep(i * views, j * views)).merged(views).values,
-                self.samples // views,
-                views * self.weight.numel(),
-                self.x,
-            )
-        )
+        def rows(i: int, j: int) -> Tensor:
+            return Rows(self.rows_to_keep(i * views, j * views)).merged(views).values
+
+        numbers = views * self.weight.numel()
+        return Rows(by_blocks(rows, self.samples // views, numbers, self.x))
 
     def double(self) -> Self:
         return replace(self, x=self.x.double(), b=self.b.double())

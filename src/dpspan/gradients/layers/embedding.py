@@ -20,10 +20,6 @@ class Lookup(Factored):
     b: Tensor
     entries: int
 
-    @property
-    def depth(self) -> int:
-        return self.b.shape[1]
-
     def rows(self, start: int, stop: int) -> Tensor:
         b, n, width = full_precision(self.b[start:stop]), stop - start, self.b.shape[2]
         lines = self.index[start:stop] + self.entries * torch.arange(n, device=b.device)[:, None]

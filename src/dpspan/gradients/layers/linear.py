@@ -35,10 +35,6 @@ class Outer(Factored):
     a: Tensor
     b: Tensor
 
-    @property
-    def depth(self) -> int:
-        return self.a.shape[1]
-
     def rows(self, start: int, stop: int) -> Tensor:
         a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
         return torch.bmm(b.transpose(1, 2), a).flatten(1)

@@ -175,7 +175,7 @@ def only_first(term: Term, count: int) -> Term:
 
 
 class Factored(Term):
-    """A term kept as its factors, of which `b`, the gradients of outputs, is (n, …)."""
+    """A term kept as its factors, of which `b`, the gradients of outputs, is (n, T, …)."""
 
     b: Tensor
 
@@ -183,10 +183,16 @@ class Factored(Term):
     def samples(self) -> int:
         return self.b.shape[0]
 
+    @property
+    def depth(self) -> int:
+        return self.b.shape[1]
+
 
 @dataclass(frozen=True)
 class Rows(Term):
     """A term kept as its rows: biases, norms' affine maps, and whatever is smaller this way."""
+
+    depth = 1
 
     values: Tensor  # (n, *shape)
 
@@ -197,10 +203,6 @@ class Rows(Term):
     @property
     def samples(self) -> int:
         return self.values.shape[0]
-
-    @property
-    def depth(self) -> int:
-        return 1
 
     def rows(self, start: int, stop: int) -> Tensor:
         return full_precision(self.flat()[start:stop])
