@@ -365,15 +365,13 @@ class PrivacyEngine:
 
         Or into a file that is open for bytes, such as `io.BytesIO()`.
         """
-        return save_file(
-            path,
-            {
-                "engine": self.state_dict(),
-                "module": module.state_dict(),
-                "optimizer": None if optimizer is None else optimizer.state_dict(),
-                "checkpoint_dict": checkpoint_dict or {},
-            },
-        )
+        content = {
+            "engine": self.state_dict(),
+            "module": module.state_dict(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "checkpoint_dict": checkpoint_dict or {},
+        }
+        return save_file(path, content)
 
     def load_checkpoint(
         self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None

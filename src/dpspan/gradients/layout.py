@@ -161,9 +161,8 @@ class Layout:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a model raises where inputs do not fit together
-                what = (
-                    error if isinstance(error, RuntimeError | ValueError) else type(error).__name__
-                )
+                telling = isinstance(error, RuntimeError | ValueError)
+                what = error if telling else type(error).__name__
                 why = f"it cannot be run on {FEW} and {MORE} samples of the batch ({what})"
             else:
                 # A table taken for the batch would put it in front of nothing.

@@ -203,11 +203,8 @@ def ieee(like: Tensor) -> Iterator[None]:
         yield
         return
     # Before torch 2.9 there is the overall setting only.
-    backends: tuple[Any, ...] = (
-        torch.backends.cuda.matmul,
-        getattr(torch.backends.mkldnn, "matmul", None),
-    )
-    named = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    on_cpu: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    named = [x for x in (torch.backends.cuda.matmul, on_cpu) if hasattr(x, "fp32_precision")]
     before = [backend.fp32_precision for backend in named]
     try:
         overall = torch.get_float32_matmul_precision()

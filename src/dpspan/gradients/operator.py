@@ -21,7 +21,7 @@ _ALIGNED = 64  # packed rows are as long as a multiple of this
 
 
 class SmallGradient(str):
-    """Names what carriers keep of a weight's gradient: as a string, by the weight's name.
+    """Names what is summed in place of a gradient; of what carriers keep it is the weight's name.
 
     It equals names of its own kind only: whatever a model calls its parameters, none is taken for
     it.
