@@ -394,9 +394,8 @@ class PrivacyEngine:
             self._run.remove()
 
     def _put_on_record(self, plan: Plan, public: list[PublicUse]) -> None:
-        for use in public:
-            data = use.data
-            self.ledger.declare_public(data.name, data.digest, data.count, detail=use.purpose)
+        for data, purpose in public:
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
         for sentence in plan.warnings:
             self.ledger.warn(sentence)
         if plan.noise_multiplier == 0:

@@ -21,16 +21,11 @@ _ALIGNED = 64  # packed rows are as long as a multiple of this
 
 
 class SmallGradient(str):
-    """Names what is summed in place of a gradient; of what carriers keep it is the weight's name.
+    """Names what is summed in place of a gradient; `Left` and `Right` by the name of the weight.
 
     It equals names of its own kind only: whatever a model calls its parameters, none is taken for
     it.
     """
-
-    @property
-    def weight(self) -> str:
-        """The weight's name."""
-        return str(self)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and str.__eq__(self, str(other))
