@@ -27,6 +27,11 @@ class SmallGradient(str):
     it.
     """
 
+    @property
+    def weight(self) -> str:
+        """The weight's name."""
+        return str(self)
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and str.__eq__(self, str(other))
 
