@@ -1,7 +1,5 @@
 """Who may take part in a private run: the model, its loss, its optimizer, and public data."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from dpspan.engine.private_step import PrivateRun, check_optimizer
 from dpspan.gradients.capture import captures_on
-from dpspan.mechanisms.base import Mechanism, Method
+from dpspan.mechanisms.base import Mechanism, Method, Setting
 from dpspan.model.criterion import check_criterion
 from dpspan.model.isolation import same, tensors_of
 from dpspan.model.validation import refuse_wrappers, validate
@@ -76,11 +74,9 @@ class PublicUse(NamedTuple):
 def admit_public(
     method: Method,
     mechanism: Mechanism,
-    module: nn.Module,
+    setting: Setting,
     private: DataLoader[Any],
-    criterion: nn.Module | None,
     warm_start: WarmStart | None,
-    warn: Callable[[str], None],
 ) -> list[PublicUse]:
     """Everything public behind a run: a warm start, the method's data, what layers were made of.
 
@@ -88,31 +84,29 @@ def admit_public(
     warm start trains the model.
     """
     by_method = f"{type(method).__name__}: public gradients"
-    layers = [part for part in module.modules() if isinstance(part, PatchFeatures)]
+    layers = [part for part in setting.model.modules() if isinstance(part, PatchFeatures)]
     uses = [
         *(PublicUse(data, by_method) for data in mechanism.public),
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),
     ]
     for use in uses:
         refuse_overlap(use.data, private.dataset, private.collate_fn)
-    check_collation(private, warn)
+    check_collation(private, setting.warn)
     # These were compared with the private records when they were encoded.
     uses += [PublicUse(each.public, each.layer) for each in encodings(private.dataset)]
     if warm_start is not None:  # last: whatever can be refused has been
         data = PublicData.of(warm_start.data)
         refuse_overlap(data, private.dataset, private.collate_fn)
-        result = dataclasses.replace(warm_start, data=data).run(module, criterion)
+        result = dataclasses.replace(warm_start, data=data).run(setting.model, setting.criterion)
         uses.insert(0, PublicUse(data, warm_start.summary(result)))
     return uses
-
-
-# -- does a collate_fn keep records apart? a few are collated in one company and in another --------
 
 
 def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
     """Raise ValueError if what a record becomes depends on the records that it is collated with.
 
-    Padding to the longest record does not mix records, nor does another order.
+    A few are collated in one company and in another. Padding to the longest record does not mix
+    records, nor does another order.
     """
     dataset: Any = loader.dataset
     if loader.collate_fn is default_collate or len(dataset) < 3:

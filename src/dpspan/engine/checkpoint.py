@@ -3,8 +3,6 @@
 Loading one executes nothing. One file, not two, so that tensors and books never differ in age.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,12 +1,10 @@
 """PrivacyEngine: the front door. Takes a model, an optimizer and a data loader, gives them back."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from torch import nn
@@ -19,15 +17,14 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, admit_public, check_parts
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_run, plan_sampling, without_retired_options
+from dpspan.engine.plan import Plan, plan_run, plan_sampling
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method, Setting
+from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count
 from dpspan.support.errors import CaptureError
-
-if TYPE_CHECKING:
-    from dpspan.public.warm_start import WarmStart
+from dpspan.support.moved import without_retired_options
 
 _logger = logging.getLogger(__name__)
 
@@ -178,22 +175,18 @@ class PrivacyEngine:
         loader = PrivateLoader(
             data_loader, plan.sampling, max_physical_batch_size, draws, padded=cuda_graphs
         )
-        public = admit_public(
-            plan.method, mechanism, module, data_loader, criterion, warm_start, self._warn
-        )
+        public = admit_public(plan.method, mechanism, setting, data_loader, warm_start)
         plan = dataclasses.replace(plan, public=tuple(map(str, public)))
         self._put_on_record(plan, public)
         self._run = PrivateRun(
             plan,
-            module=module,
+            setting,
+            mechanism,
             optimizer=optimizer,
             loader=loader,
-            criterion=criterion,
-            mechanism=mechanism,
             ledger=self.ledger,
             seed=self._seed,
             cuda_graphs=cuda_graphs,
-            warn=self._warn,
         )
         return module, optimizer, loader
 
@@ -318,8 +311,6 @@ class PrivacyEngine:
             warnings.warn(f"dpspan: {message}.", stacklevel=2)
         self.ledger.warn(message)
 
-    # -- saving and resuming --------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The ledger, where the sampler stands and the method's state; never a noise generator."""
         run = self._running()
@@ -341,15 +332,15 @@ class PrivacyEngine:
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
         mine, theirs = run.plan.describe(), without_retired_options(state["run"])
-        different = [key for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)]
+        different = [
+            f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
+            for key in {**mine, **theirs}
+            if theirs.get(key) != mine.get(key)
+        ]
         if different:
             raise ValueError(
-                "The state does not fit this run: "
-                + "; ".join(
-                    f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
-                    for key in different
-                )
-                + ". Set the engine up as it was when the state was saved."
+                f"The state does not fit this run: {'; '.join(different)}. Set the engine up as it "
+                "was when the state was saved."
             )
         loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
         try:  # all or nothing
@@ -374,15 +365,13 @@ class PrivacyEngine:
 
         Or into a file that is open for bytes, such as `io.BytesIO()`.
         """
-        return save_file(
-            path,
-            {
-                "engine": self.state_dict(),
-                "module": module.state_dict(),
-                "optimizer": None if optimizer is None else optimizer.state_dict(),
-                "checkpoint_dict": checkpoint_dict or {},
-            },
-        )
+        content = {
+            "engine": self.state_dict(),
+            "module": module.state_dict(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "checkpoint_dict": checkpoint_dict or {},
+        }
+        return save_file(path, content)
 
     def load_checkpoint(
         self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None
@@ -404,12 +393,9 @@ class PrivacyEngine:
         if self._run is not None:
             self._run.remove()
 
-    # -- setting up -----------------------------------------------------------------------------
-
     def _put_on_record(self, plan: Plan, public: list[PublicUse]) -> None:
-        for use in public:
-            data = use.data
-            self.ledger.declare_public(data.name, data.digest, data.count, detail=use.purpose)
+        for data, purpose in public:
+            self.ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
         for sentence in plan.warnings:
             self.ledger.warn(sentence)
         if plan.noise_multiplier == 0:

@@ -1,7 +1,5 @@
 """The plan of a private run: all that decides what it costs, before a private record is read."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +14,6 @@ from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
-from dpspan.support.moved import without_retired_options as without_retired_options
 
 _SPREAD = 2.33  # standard deviations of a Poisson draw: the normal's 99th percentile
 _RECORDS_TOLD = (

@@ -4,9 +4,6 @@ Pieces of a logical batch are clipped and added up; after the last piece the ste
 ledger, noise is drawn once, and the noisy mean becomes param.grad for any torch optimizer.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +18,7 @@ from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.numerics import plain_arithmetic
-from dpspan.mechanisms.base import Gradient, Mechanism, Sums
+from dpspan.mechanisms.base import Gradient, Mechanism, Setting, Sums
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.guard import Guard
 from dpspan.support.errors import CaptureError
@@ -34,33 +31,31 @@ class PrivateRun:
     def __init__(
         self,
         plan: Plan,
+        setting: Setting,
+        mechanism: Mechanism,
         *,
-        module: nn.Module,
         optimizer: Optimizer,
         loader: PrivateLoader,
-        criterion: nn.Module | None,
-        mechanism: Mechanism,
         ledger: Ledger,
         seed: int | None,  # for debugging: such a run is not private
         cuda_graphs: bool,
-        warn: Callable[[str], None],
     ) -> None:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
-        self._module, self._ledger = module, ledger
+        self._module, self._ledger = setting.model, ledger
         self._noise = Noise(None if seed is None else seed + 1)  # not the numbers of the sampling
-        self._capture = Capture(module)
+        self._capture = Capture(self._module)
         self._mean_loss = plan.loss_reduction == "mean"
         self._graphs: Graphs | None = None
         if cuda_graphs:
             recorded = mechanism.clipped_sum if mechanism.stays_in_place else None
             self._graphs = Graphs(recorded, mean_loss=self._mean_loss)
         self.guard = Guard(
-            module,
+            self._module,
             self._capture,
-            criterion=criterion,
+            criterion=setting.criterion,
             views=plan.views,
             mean_loss=self._mean_loss,
-            warn=warn,
+            warn=setting.warn,
         )
         self._piece: Piece | None = None
         self._total: Sums = {}
@@ -155,9 +150,7 @@ class PrivateRun:
 
     def _charge(self) -> None:
         """Every step of a Poisson sample; of a partition, the epoch before its first release."""
-        if self.plan.sampling.independent_steps:
-            self._ledger.charge(self.plan.event)
-        elif self.loader.passes not in self._charged_passes:
+        if self.plan.sampling.independent_steps or self.loader.passes not in self._charged_passes:
             self._ledger.charge(self.plan.event)
             self._charged_passes.add(self.loader.passes)
 

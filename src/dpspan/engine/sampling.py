@@ -5,15 +5,13 @@ loader of fixed-size batches is a different mechanism, so the loader made here r
 sampling of the user's `DataLoader` and keeps everything else of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ class PoissonDraw:
         check_count("steps_per_epoch", self.steps_per_epoch)
 
     @classmethod
-    def one_pass(cls, *, records: int, sample_rate: float) -> PoissonDraw:
+    def one_pass(cls, *, records: int, sample_rate: float) -> Self:
         """An epoch of 1/q steps, in which a record takes part once on average."""
         steps = max(1, round(1 / sample_rate)) if sample_rate > 0 else 1
         return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)
@@ -122,9 +120,9 @@ def _cut(
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
     A `padded` one has exactly that many: record 0 fills it up. For an empty one record 0 stands in,
-    too, and the engine drops what it contributes. An empty step
-    must run like any other: its noise, its step and its event are part of the mechanism. But models
-    and loops fail on tensors of length zero (`x.view(len(x), -1)`, means that become NaN).
+    too, and the engine drops what it contributes. An empty step must run like any other: its noise,
+    its step and its event are part of the mechanism. But models and loops fail on tensors of length
+    zero (`x.view(len(x), -1)`, means that become NaN).
     """
     for batch in batches:
         indices = batch.tolist()
@@ -159,14 +157,11 @@ class PrivateLoader:
 
     Examples:
         >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
         >>> import dpspan
-        >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-        >>> model = nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> model, records = torch.nn.Linear(4, 2), torch.randn(1000, 4)
         >>> *_, loader = dpspan.PrivacyEngine().make_private(
-        ...     module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=50),
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        ...     data_loader=torch.utils.data.DataLoader(records, batch_size=50),
         ...     noise_multiplier=2.0)
         >>> loader.draw  # sizes of batches are random, 50 on average
         PoissonDraw(sample_rate=0.05, steps_per_epoch=20)

@@ -10,13 +10,11 @@ Parameters are known by their module and their name in it: a sharded model excha
 themselves for others while it runs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +102,6 @@ class Capture:
         except CaptureError:
             self.remove()
             raise
-
-    # -- the life of a capture ------------------------------------------------------------------
 
     def expect(
         self,
@@ -208,7 +204,7 @@ class Capture:
             stand_in.restore()
         self.disarm()
 
-    def __enter__(self) -> Capture:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -262,8 +258,6 @@ class Capture:
             yield
         finally:
             self.inside_unit = before
-
-    # -- parameters and modules -----------------------------------------------------------------
 
     @property
     def on_cuda(self) -> bool:
@@ -349,8 +343,6 @@ class Capture:
         if module not in self._stand_ins or "forward" not in vars(module):  # a rehearsal undid it
             self._stand_ins[module] = StandIn(self, path, module)
         return self._stand_ins[module]
-
-    # -- recording ------------------------------------------------------------------------------
 
     def listen(self, output: Tensor, path: str, receive: Callable[[Tensor], None]) -> Tensor:
         """`output`, arranged so that `receive` gets its gradient in the backward pass."""

@@ -4,11 +4,11 @@ From one batch it cannot be told: a table of positions looks like a batch of as 
 one sample more, what belongs to the samples grows, and what they share does not.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +39,9 @@ class Seen:
     def add(self, inputs: dict[str, Pair], outputs: list[Pair], views: int) -> None:
         """One call."""
         for position, (name, pair) in enumerate(inputs.items()):
-            _enter(self.inputs, (name, len(pair[0])), _place(pair, views))
+            place, dimensions = _place(pair, views), len(pair[0])
+            _enter(self.inputs, (name, dimensions), place)
             if position == 0:
-                place, dimensions = _place(pair, views), len(pair[0])
                 folds = pair[0][0] // (FEW * views) if place == FOLDED else 1
                 sizes = [shape[0] if shape else 0 for shape in pair]
                 self.routed |= sizes[0] != sizes[1] and sizes[0] * MORE != sizes[1] * FEW
@@ -49,9 +49,8 @@ class Seen:
                 _enter(self.first, dimensions, place if same else UNCLEAR)
         for number, pair in enumerate(outputs):
             # A single number may be of the whole batch: who knows what is done with one a sample.
-            _enter(
-                self.outputs, (number, len(pair[0])), _place(pair, views) if pair[0] else UNCLEAR
-            )
+            place = _place(pair, views) if pair[0] else UNCLEAR
+            _enter(self.outputs, (number, len(pair[0])), place)
 
     @property
     def fits_rule(self) -> bool:
@@ -75,6 +74,66 @@ class Seen:
         return self.fits_unit and any(place >= 0 for place in self.inputs.values())
 
 
+_Shapes = tuple[dict[str, torch.Size], list[torch.Size]]  # of the inputs and of the outputs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A module and a call of it, to be run on a few rows of the named arguments."""
+
+    module: nn.Module
+    path: str
+    forward: Callable[..., Any]
+    call: Call
+    rows: int  # of the batch
+    views: int  # rows that belong to one sample
+    names: set[str] = field(default_factory=set)
+
+    def run(self) -> tuple[dict[str, Seen], bool]:
+        """What was seen of the modules below, and whether a sample's output is its own."""
+        seen, apart, random = self._compare("without dropout")
+        if not self.module.training:
+            return seen, apart or random
+        try:  # layers that training skips at random
+            others, apart_then, random_then = self._compare("evaluation")
+        except Exception:
+            return seen, apart or random
+        return {**others, **seen}, apart or (random and (apart_then or random_then))
+
+    def _compare(self, mode: Mode) -> tuple[dict[str, Seen], bool, bool]:
+        """What was seen, whether samples are apart, and whether the outputs are random."""
+        (few, output), (more, wider) = self._run(FEW, 0, mode), self._run(MORE, 0, mode)
+        seen: dict[str, Seen] = defaultdict(Seen)
+        for name in {**few, **more}:
+            for one, other in zip(few[name], more[name], strict=False):
+                inputs = {n: (shape, other[0].get(n, shape[:0])) for n, shape in one[0].items()}
+                seen[name].add(inputs, list(zip(one[1], other[1], strict=False)), self.views)
+            seen[name].routed |= len(few[name]) != len(more[name])
+        if _agree(output, wider, self.views):
+            return dict(seen), True, False
+        return dict(seen), False, not _agree(output, self._run(FEW, 1, mode)[1], self.views)
+
+    def _run(self, samples: int, seed: int, mode: Mode) -> tuple[dict[str, list[_Shapes]], Any]:
+        """The shapes of every call at and below the module, by path, and its output."""
+        rows = [i % self.rows for i in range(samples * self.views)]
+        args, kwargs = samples_of(self.call, self.names, rows)
+        record: dict[str, list[_Shapes]] = defaultdict(list)
+
+        def note(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs = {n: x.shape for n, x in named_tensors((args, kwargs)).items()}
+            record[path].append((inputs, [x.shape for x in _tensors(output)]))
+
+        with ExitStack() as hooks:
+            for name, child in self.module.named_modules():
+                if name:
+                    hook = partial(note, joined(self.path, name))
+                    hooks.enter_context(child.register_forward_hook(hook, with_kwargs=True))
+            with left_as_found(self.module, seed, mode=mode):
+                output = self.forward(*args, **kwargs)
+        note(self.path, self.module, args, kwargs, output)
+        return record, output
+
+
 class Layout:
     """What is known of the modules that one kind of call of the model goes through."""
 
@@ -87,32 +146,23 @@ class Layout:
         seen = self.seen.get(path)
         return None if seen is None else seen.inputs.get((name, leaf.dim()))
 
-    def look(
-        self,
-        module: nn.Module,
-        path: str,
-        forward: Callable[..., Any],
-        call: Call,
-        rows: int,
-        views: int,
-    ) -> None:
+    def look(self, trial: Trial) -> None:
         """Run a module on a few samples of the batch that it is called with.
 
         Arguments with the batch in front are cut. Where that makes no sense, one of them may be a
         table that happens to be as long.
         """
-        names = [name for name, x in named_tensors(call).items() if x.shape[:1] == (rows,)]
+        path, tensors = trial.path, named_tensors(trial.call)
+        names = [name for name, x in tensors.items() if x.shape[:1] == (trial.rows,)]
         self.refused[path] = "no argument of it has the batch in front"
         for table in [None, *names] if len(names) > 1 else [None] * len(names):
-            cuts = _Cuts(module, path, forward, call, {*names} - {table}, rows, views)
             try:
-                seen, apart = cuts.look()
+                seen, apart = replace(trial, names={*names} - {table}).run()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a model raises where inputs do not fit together
-                what = (
-                    error if isinstance(error, RuntimeError | ValueError) else type(error).__name__
-                )
+                telling = isinstance(error, RuntimeError | ValueError)
+                what = error if telling else type(error).__name__
                 why = f"it cannot be run on {FEW} and {MORE} samples of the batch ({what})"
             else:
                 # A table taken for the batch would put it in front of nothing.
@@ -160,79 +210,10 @@ def named_tensors(call: Call) -> dict[str, Tensor]:
 
 def samples_of(call: Call, names: Collection[str], rows: list[int]) -> Call:
     """The call with only these rows of the named tensors."""
-
-    def cut(where: Any, leaf: Any) -> Any:
-        return leaf[rows] if keystr(where) in names else leaf
-
-    result: Call = tree_map_with_path(cut, call)
+    result: Call = tree_map_with_path(
+        lambda where, leaf: leaf[rows] if keystr(where) in names else leaf, call
+    )
     return result
-
-
-_Shapes = tuple[dict[str, torch.Size], list[torch.Size]]  # of the inputs and of the outputs
-
-
-@dataclass(frozen=True)
-class _Cuts:
-    """A module and a call of it, to be run on a few rows of the named arguments."""
-
-    module: nn.Module
-    path: str
-    forward: Callable[..., Any]
-    call: Call
-    names: set[str]
-    rows: int
-    views: int
-
-    def look(self) -> tuple[dict[str, Seen], bool]:
-        """What was seen of the modules below, and whether a sample's output is its own."""
-        seen, apart, random = self._compare("without dropout")
-        if not self.module.training:
-            return seen, apart or random
-        try:  # layers that training skips at random
-            others, apart_then, random_then = self._compare("evaluation")
-        except Exception:
-            return seen, apart or random
-        return {**others, **seen}, apart or (random and (apart_then or random_then))
-
-    def _compare(self, mode: Mode) -> tuple[dict[str, Seen], bool, bool]:
-        """What was seen, whether samples are apart, and whether the outputs are random."""
-        (few, output), (more, wider) = self._run(FEW, 0, mode), self._run(MORE, 0, mode)
-        seen: dict[str, Seen] = defaultdict(Seen)
-        for name in {**few, **more}:
-            for one, other in zip(few[name], more[name], strict=False):
-                inputs = {n: (shape, other[0].get(n, shape[:0])) for n, shape in one[0].items()}
-                seen[name].add(inputs, list(zip(one[1], other[1], strict=False)), self.views)
-            seen[name].routed |= len(few[name]) != len(more[name])
-        if _agree(output, wider, self.views):
-            return dict(seen), True, False
-        return dict(seen), False, not _agree(output, self._run(FEW, 1, mode)[1], self.views)
-
-    def _run(self, samples: int, seed: int, mode: Mode) -> tuple[dict[str, list[_Shapes]], Any]:
-        """The shapes of every call at and below the module, by path, and its output."""
-        rows = [i % self.rows for i in range(samples * self.views)]
-        args, kwargs = samples_of(self.call, self.names, rows)
-        record: dict[str, list[_Shapes]] = defaultdict(list)
-
-        def note_as(name: str) -> Callable[..., None]:
-            def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                inputs = {n: x.shape for n, x in named_tensors((args, kwargs)).items()}
-                record[name].append((inputs, [x.shape for x in _tensors(output)]))
-
-            return note
-
-        handles = [
-            child.register_forward_hook(note_as(joined(self.path, name)), with_kwargs=True)
-            for name, child in self.module.named_modules()
-            if name
-        ]
-        try:
-            with left_as_found(self.module, seed, mode=mode):
-                output = self.forward(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        note_as(self.path)(self.module, args, kwargs, output)
-        return record, output
 
 
 def _enter(places: dict[Any, int], key: Any, place: int) -> None:

@@ -7,13 +7,11 @@ summation: |fl(x·y) − x·y| ≤ (2r + d·u)·|x|·|y| for d terms, unit round
 hardware rounds to relative precision r first (TF32, bfloat16; r = 0 when they enter as they are).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -70,7 +68,7 @@ class Arithmetic:
     factor: float  # r, relative rounding of the factors of a matrix product
 
     @classmethod
-    def of(cls, x: Tensor) -> Arithmetic:
+    def of(cls, x: Tensor) -> Self:
         """The arithmetic for tensors like `x` under torch's current settings."""
         if x.dtype == torch.float64:
             return cls(2.0**-53, 0.0)
@@ -87,7 +85,7 @@ class Arithmetic:
         return cls(2.0**-24, max(_FACTOR_ROUNDING.get(name, 2.0**-8) for name in settings))
 
     @classmethod
-    def precise(cls, x: Tensor) -> Arithmetic:
+    def precise(cls, x: Tensor) -> Self:
         """The arithmetic of `product` and `minus_product`, whatever torch is set to."""
         now = cls.of(x)
         return cls(now.unit, 2.0**-20 if _splits(x, now) else 0.0)
@@ -205,11 +203,8 @@ def ieee(like: Tensor) -> Iterator[None]:
         yield
         return
     # Before torch 2.9 there is the overall setting only.
-    backends: tuple[Any, ...] = (
-        torch.backends.cuda.matmul,
-        getattr(torch.backends.mkldnn, "matmul", None),
-    )
-    named = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    on_cpu: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    named = [x for x in (torch.backends.cuda.matmul, on_cpu) if hasattr(x, "fp32_precision")]
     before = [backend.fp32_precision for backend in named]
     try:
         overall = torch.get_float32_matmul_precision()

@@ -4,11 +4,9 @@ No method in this library needs the n × p matrix itself, only norms, inner prod
 sums of its rows. Each is computed parameter by parameter, in the memory of one layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ _ALIGNED = 64  # packed rows are as long as a multiple of this
 
 
 class SmallGradient(str):
-    """Names what carriers keep of a weight's gradient: as a string, by the weight's name.
+    """Names what is summed in place of a gradient; `Left` and `Right` by the name of the weight.
 
     It equals names of its own kind only: whatever a model calls its parameters, none is taken for
     it.
@@ -93,7 +91,7 @@ class PerSampleGradients:
         self.scale = scale
 
     @classmethod
-    def concatenate(cls, pieces: Sequence[PerSampleGradients]) -> PerSampleGradients:
+    def concatenate(cls, pieces: Sequence[Self]) -> Self:
         """The samples of several batches one after the other."""
         first, *others = pieces
         if any(piece.shapes != first.shapes or piece.scale != first.scale for piece in others):
@@ -108,7 +106,7 @@ class PerSampleGradients:
         samples = sum(piece.samples for piece in pieces)
         return cls(first.shapes, stacks, samples, like=first.like, scale=first.scale)
 
-    def select(self, names: Collection[str]) -> PerSampleGradients:
+    def select(self, names: Collection[str]) -> Self:
         """The gradients over some of the parameters only; nothing is copied."""
         unknown = [name for name in names if name not in self.shapes]
         if unknown:
@@ -120,11 +118,11 @@ class PerSampleGradients:
 
     def derived(
         self, terms: Mapping[str, Term], shapes: Mapping[str, torch.Size] | None = None
-    ) -> PerSampleGradients:
+    ) -> Self:
         """Other gradients of the same samples, alike in everything else."""
         alone = {name: [term] for name, term in terms.items()}
         shapes = self.shapes if shapes is None else shapes
-        return PerSampleGradients(shapes, alone, self.samples, like=self.like, scale=self.scale)
+        return type(self)(shapes, alone, self.samples, like=self.like, scale=self.scale)
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +177,7 @@ class PerSampleGradients:
         }
 
     @plain_arithmetic()
-    def gram(self, other: PerSampleGradients) -> Tensor:
+    def gram(self, other: Self) -> Tensor:
         """J Hᵀ, inner products with the gradients of `other`, (n, m) float64."""
         if self.shapes != other.shapes:
             raise ValueError("Expected gradients of the same parameters on both sides.")
@@ -190,7 +188,7 @@ class PerSampleGradients:
         return total.mul_(self.scale * other.scale)
 
     @plain_arithmetic()
-    def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> PerSampleGradients:
+    def compress(self, carriers: Mapping[str, tuple[Tensor, Tensor]]) -> Self:
         """J with each carried weight's gradient G replaced by ∂L = G Rᵀ and ∂R = Lᵀ G.
 
         `carriers[name]` is (L, R), L of shape (d_out, r) and R of shape (r, d_in) for a weight
@@ -253,7 +251,7 @@ class PerSampleGradients:
         """
         return self._packed(self._together)
 
-    def aligned(self, other: PerSampleGradients) -> PerSampleGradients:
+    def aligned(self, other: Self) -> Self:
         """The same gradients with the packs of `other`."""
         if self._together == other._together:
             return self

@@ -28,6 +28,7 @@ from dpspan.gradients.layout import (
     Call,
     Layout,
     Seen,
+    Trial,
     is_inside,
     named_tensors,
     samples_of,
@@ -153,7 +154,7 @@ class Planner:
         capture = self._capture
         with capture.unit_runs():
             module = capture.model.get_submodule(path)
-            layout.look(module, path, forward, call, capture.rows, capture.batch.views)
+            layout.look(Trial(module, path, forward, call, capture.rows, capture.batch.views))
 
     def _decide(self, layout: Layout, forward: Forward, call: Call) -> None:
         """Take as a whole what holds a layer that sees anything but samples, and try it out."""

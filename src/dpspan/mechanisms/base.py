@@ -1,7 +1,5 @@
 """What a method is to the engine: public configuration, and a mechanism made from it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +15,7 @@ from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, describe
 
-
-class Embedding(SmallGradient):
-    """Names the coordinates in a subspace among what a step sums."""
-
-    __slots__ = ()
-
-
-EMBEDDING = Embedding("embedding")
+EMBEDDING = SmallGradient("embedding")  # names the coordinates in a subspace
 
 # Sums over samples: of gradients by the parameter's name, of what carriers keep of a weight (`Left`
 # and `Right`), or of embeddings. What is no parameter has a type of its own: names may be anything.

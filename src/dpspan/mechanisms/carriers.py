@@ -6,8 +6,6 @@ projection of G onto the matrices whose columns lie in L or whose rows lie in R.
 weights that have been released, or from chance: never from gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

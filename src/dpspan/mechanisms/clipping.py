@@ -1,7 +1,5 @@
 """Rules that turn gradient norms into clip factors, and the one place that enforces the clip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -4,8 +4,6 @@ Formal guarantee: adding or removing a sample adds or removes one vector of norm
 release is a Gaussian mechanism of noise multiplier z, subsampled as the batch was.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dpspan.gradients.operator import PerSampleGradients
@@ -27,7 +25,7 @@ class DPSGD(Method):
         {'method': 'DPSGD', 'clip': 1.0, 'clipping': 'FlatClipping()'}
     """
 
-    def bind(self, setting: Setting) -> DPSGDMechanism:
+    def bind(self, setting: Setting) -> Mechanism:
         return DPSGDMechanism(self.clip_norm, self.clipping)
 
 

@@ -11,8 +11,6 @@ release is one Gaussian mechanism of noise multiplier z. The bound on r_i is cer
 and holds whatever B is. Biased GEP releases the embedding only, with z1 = z.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,7 @@ class GEP(SubspaceMethod):
         """S2."""
         return self.clip_norm / 5 if self.residual_clip is None else self.residual_clip
 
-    def bind(self, setting: Setting) -> GEPMechanism:
+    def bind(self, setting: Setting) -> SubspaceMechanism:
         return GEPMechanism(self, setting)
 
     def describe(self) -> dict[str, Any]:
@@ -89,7 +87,7 @@ class BiasedGEP(SubspaceMethod):
         >>> method = dpspan.BiasedGEP(public=torch.randn(100, 64), rank=50, clip=1.0)
     """
 
-    def bind(self, setting: Setting) -> BiasedGEPMechanism:
+    def bind(self, setting: Setting) -> SubspaceMechanism:
         return BiasedGEPMechanism(self, setting)
 
 

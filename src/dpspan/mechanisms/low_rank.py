@@ -4,8 +4,6 @@ The figures 2 and 3 of the RGP paper. Everything here comes from gradients witho
 data it is for the operator's eyes, and no ledger counts it. On public data it is free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -76,11 +74,11 @@ def unprivate_low_rank(
             continue
         g = _matrix(gradient)
         energy = torch.linalg.svdvals(g).square()
-        missed = unprivate_projection_residual(g, carriers[name]) if carriers else None
+        missed = float(unprivate_projection_residual(g, carriers[name])) if carriers else None
         found[name] = LowRank(
             stable_rank=float(energy.sum() / energy[0]),
             self_residual=float((energy[rank:].sum() / energy.sum()).sqrt()),
-            history_residual=None if missed is None else float(missed),
+            history_residual=missed,
         )
     return found
 

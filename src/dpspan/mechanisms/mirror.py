@@ -10,8 +10,6 @@ there is about h_t, so mixing it in is post-processing, whatever its length: it 
 unless `public_clip` says so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,7 +133,7 @@ class MirrorDescent(Method):
             self.mixing,
         )
 
-    def bind(self, setting: Setting) -> MirrorMechanism:
+    def bind(self, setting: Setting) -> SteppedMechanism:
         data = PublicData.of(self.public)
         if not data.labelled:
             raise ValueError(
@@ -241,16 +239,15 @@ class MirrorMechanism(SteppedMechanism):
         Lengths are in the units of a mean gradient.
         """
         private = {name: value.double() / self._lot_size for name, value in noisy.items()}
-        lengths = _inner(private, private).sqrt(), _inner(public, public).sqrt()
-        self._notes.append(
-            {
-                "step": self.step,
-                "alpha": alpha,
-                "released_norm": lengths[0],
-                "public_norm": lengths[1],
-                "cosine": _inner(private, public) / (lengths[0] * lengths[1]).clamp(min=1e-300),
-            }
-        )
+        released_norm, public_norm = (_inner(x, x).sqrt() for x in (private, public))
+        note = {
+            "step": self.step,
+            "alpha": alpha,
+            "released_norm": released_norm,
+            "public_norm": public_norm,
+            "cosine": _inner(private, public) / (released_norm * public_norm).clamp(min=1e-300),
+        }
+        self._notes.append(note)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -4,8 +4,6 @@ A float32 generator has no tail: torch's ends at 5.77 σ on a CPU, and whatever 
 tell for sure that a record took part. So noise is drawn and added in float64, then rounded.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping
@@ -47,16 +45,11 @@ class Noise:
         """Independent N(0, std²) numbers in float64, with the shape and device of `like`."""
         if os.getpid() != self._process:  # forked: the other process goes on with these generators
             self._process, self._streams, self._on_devices = os.getpid(), [], {}
-        if like.device.type == "cpu":
-            numbers = torch.from_numpy(self._on_cpu(like.numel())).view(like.shape)
-        else:
-            numbers = torch.randn(
-                like.shape,
-                generator=self._on_device(like.device),
-                dtype=torch.float64,
-                device=like.device,
-            )
-        return numbers.mul_(std)
+        shape, device = like.shape, like.device
+        if device.type == "cpu":
+            return torch.from_numpy(self._on_cpu(like.numel())).view(shape).mul_(std)
+        generator = self._on_device(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=device).mul_(std)
 
     def _on_cpu(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         if not self._streams:  # 128 bits of OS entropy; torch's CPU generator keeps 32 of any seed

@@ -10,8 +10,6 @@ C, whatever B is (for an orthonormal one the last term never counts), and one re
 mechanism of noise multiplier z. The subspace comes from public data and released weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dpspan.gradients.capture import Capture
@@ -45,7 +43,7 @@ class PDPSGD(SubspaceMethod):
         if self.start and self.start_epoch:
             raise ValueError("Expected start (in steps) or start_epoch, got both.")
 
-    def bind(self, setting: Setting) -> PDPSGDMechanism:
+    def bind(self, setting: Setting) -> SubspaceMechanism:
         return PDPSGDMechanism(self, setting)
 
 

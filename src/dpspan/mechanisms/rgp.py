@@ -13,8 +13,6 @@ The model itself is not reparametrized: ∂L and ∂R come from each layer's inp
 The part of ∂L inside L takes no part in the update, so it is taken off before the clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpspan.gradients.layers.terms import Rows, Term
+from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.mechanisms.base import Gradient, Method, Setting, SteppedMechanism, Sums, of_parameters
 from dpspan.mechanisms.carriers import (
@@ -81,7 +79,7 @@ class RGP(Method):
         """Where the carriers come from."""
         return _NAMED[self.carriers] if isinstance(self.carriers, str) else self.carriers
 
-    def bind(self, setting: Setting) -> RGPMechanism:
+    def bind(self, setting: Setting) -> SteppedMechanism:
         return RGPMechanism(self, setting.model)
 
     def describe(self) -> dict[str, Any]:
@@ -130,15 +128,13 @@ class RGPMechanism(SteppedMechanism):
 
     def _outside_left(self, small: PerSampleGradients) -> PerSampleGradients:
         """∂L − L Lᵀ ∂L in place of ∂L: all that the update has of it."""
-        terms: dict[str, list[Term]] = {name: [term] for name, term in small.terms.items()}
+        terms = dict(small.terms)
         for name, term in small.terms.items():
             if isinstance(name, Left):
                 carrier = self.carriers()[name.weight].left
                 left = term.rows(0, small.samples).view(-1, *carrier.shape)
-                terms[name] = [Rows(left - carrier @ (carrier.T @ left))]
-        return PerSampleGradients(
-            small.shapes, terms, small.samples, like=small.like, scale=small.scale
-        )
+                terms[name] = Rows(left - carrier @ (carrier.T @ left))
+        return small.derived(terms)
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
         """The sums plus z·C·N(0, I)."""

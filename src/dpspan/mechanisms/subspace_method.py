@@ -1,7 +1,5 @@
 """What the methods that work in a subspace share: their configuration, and what they do with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

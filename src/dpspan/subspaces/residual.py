@@ -97,16 +97,12 @@ class Residual:
         if numbers * like.element_size() > _memory(like.device):
             return {}
         shares = (self.shares * (self.anchors.scale / self.gradients.scale)).to(like)
-        return {
-            names: joined(
-                [
-                    minus_product(left, shares, right)
-                    for left, right in line_blocks(self._own(names).term, pack.term, pack.shape)
-                ],
-                dim=1,
-            )
-            for names, pack in packs.items()
-        }
+        rows = {}
+        for names, pack in packs.items():
+            lines = line_blocks(self._own(names).term, pack.term, pack.shape)
+            parts = [minus_product(left, shares, right) for left, right in lines]
+            rows[names] = joined(parts, dim=1)
+        return rows
 
     @cached_property
     @plain_arithmetic()

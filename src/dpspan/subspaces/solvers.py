@@ -51,8 +51,7 @@ class Eigh:
         self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None = None
     ) -> Basis:
         values, vectors = torch.linalg.eigh(gram)
-        values, vectors = values.flip(0), vectors.flip(1)
-        return Basis(_whitened(values[:rank], vectors[:, :rank], floor), values)
+        return _whitened(values, vectors, rank, floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +80,7 @@ class Lanczos:
         except scipy.sparse.linalg.ArpackError:
             return Eigh()(gram, rank, floor=floor)
         values, vectors = (torch.from_numpy(x.copy()).to(gram) for x in (found, directions))
-        values, vectors = values.flip(0), vectors.flip(1)
-        return Basis(_whitened(values, vectors, floor), values)
+        return _whitened(values, vectors, rank, floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +137,9 @@ def _orthonormalised(c: Tensor, k: Tensor) -> Tensor:
     return orthonormal
 
 
-def _whitened(values: Tensor, vectors: Tensor, floor: Floor) -> Tensor:
-    """Λ^{-1/2} Qᵀ, with zeros for eigenvalues that are nothing but rounding."""
-    real = values > floor
-    scales = torch.where(real, values, 1.0).rsqrt() * real
-    return scales.unsqueeze(1) * vectors.T
+def _whitened(values: Tensor, vectors: Tensor, rank: int, floor: Floor) -> Basis:
+    """Λ_k^{-1/2} Q_kᵀ of ascending eigenvalues; zeros for those that are nothing but rounding."""
+    values, top = values.flip(0), vectors.flip(1)[:, :rank]
+    real = values[:rank] > floor
+    scales = torch.where(real, values[:rank], 1.0).rsqrt() * real
+    return Basis(scales.unsqueeze(1) * top.T, values)

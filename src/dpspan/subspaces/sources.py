@@ -226,9 +226,6 @@ def _basis_bytes(like: Tensor) -> int:
     return _CPU_BASIS_BYTES if like.device.type == "cpu" else _GPU_BASIS_BYTES
 
 
-# -- groups of parameters -------------------------------------------------------------------------
-
-
 def by_stage(name: str) -> str:
     """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`.
 
@@ -267,9 +264,7 @@ def _contiguous(shapes: Mapping[str, torch.Size], count: int) -> list[Names]:
     return groups
 
 
-def ranks(
-    shapes: Mapping[str, torch.Size], groups: Sequence[Sequence[str]], rank: int
-) -> list[int]:
+def ranks(shapes: Mapping[str, torch.Size], groups: Sequence[Names], rank: int) -> list[int]:
     """How many directions each group gets: in proportion to the root of its size, `rank` in all."""
     roots = [math.sqrt(sum(shapes[name].numel() for name in names)) for names in groups]
     shares = [rank * root / sum(roots) for root in roots]

@@ -124,9 +124,8 @@ class Subspace:
         length = f"a vector of length {self.dimensions}"
         expect(z.shape == (self.dimensions,), length, f"shape {tuple(z.shape)}")
         with ieee(self.gradients.like):  # weights of near directions are large and cancel
-            return self.gradients.combine(
-                self.coefficients.T @ z.to(self.coefficients), finite=finite
-            )
+            weights = self.coefficients.T @ z.to(self.coefficients)
+            return self.gradients.combine(weights, finite=finite)
 
     @plain_arithmetic()
     def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:

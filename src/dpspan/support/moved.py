@@ -71,11 +71,8 @@ class MovedModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         new = _new_path(module.__name__)
         assert new is not None
-        warnings.warn(
-            f"{module.__name__} has moved to {new}; the old path goes with the next release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        moved = f"{module.__name__} has moved to {new}; the old path goes with the next release."
+        warnings.warn(moved, DeprecationWarning, stacklevel=2)
         real = importlib.import_module(new)
         module.__dict__.update(
             __doc__=real.__doc__, __path__=[], __getattr__=lambda name: getattr(real, name)

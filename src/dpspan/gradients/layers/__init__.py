@@ -1,7 +1,5 @@
 """How each family of layers turns its input and output gradient into per-sample gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn

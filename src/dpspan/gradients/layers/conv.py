@@ -1,15 +1,13 @@
 """nn.Conv1d, Conv2d and Conv3d with groups, stride, dilation and every padding mode."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+from torch.nn import grad as conv_grad
 
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import (
@@ -33,12 +31,6 @@ _COST_OF_PATCHES = 4
 # GPU, which has to copy every patch for that, gains more by keeping them.
 _CPU_ROWS_KEPT_BYTES = 8 * 2**20
 _GPU_ROWS_KEPT_BYTES = 1024 * 2**20
-
-_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {  # by spatial dimensions
-    1: conv1d_weight,
-    2: conv2d_weight,
-    3: conv3d_weight,
-}
 
 # A GPU copies so many numbers in the time of the launches that sliding rows take beyond one.
 _COPIED_IN_A_LAUNCH = 2**24
@@ -67,11 +59,8 @@ class Patches(Factored):
         return self.b.shape[2:].numel()
 
     def rows(self, start: int, stop: int) -> Tensor:
-        n, x, b = (
-            stop - start,
-            full_precision(self.x[start:stop]),
-            full_precision(self.b[start:stop]),
-        )
+        x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
+        n = stop - start
         if n == 0:
             return x.new_zeros(0, self.weight.numel())
         one_by_one = self.weight[2:].numel() == 1
@@ -93,7 +82,7 @@ class Patches(Factored):
         if self.groups > 1:  # an output channel sees its own group's inputs only
             return self.rows(0, self.samples)[:, start * width : stop * width]
         weight = torch.Size((stop - start, *self.weight[1:]))
-        part = dataclasses.replace(self, b=self.b[:, start:stop], weight=weight)
+        part = replace(self, b=self.b[:, start:stop], weight=weight)
         return part.rows(0, self.samples)
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
@@ -153,17 +142,14 @@ class Patches(Factored):
         return kernels.patch_products(F.pad(x, pad), b, self.weight[2:], self.stride, self.dilation)
 
     def merged(self, views: int) -> Rows:
-        return Rows(
-            by_blocks(
-                lambda i, j: Rows(self.rows_to_keep(i * views, j * views)).merged(views).values,
-                self.samples // views,
-                views * self.weight.numel(),
-                self.x,
-            )
-        )
+        def rows(i: int, j: int) -> Tensor:
+            return Rows(self.rows_to_keep(i * views, j * views)).merged(views).values
 
-    def double(self) -> Patches:
-        return dataclasses.replace(self, x=self.x.double(), b=self.b.double())
+        numbers = views * self.weight.numel()
+        return Rows(by_blocks(rows, self.samples // views, numbers, self.x))
+
+    def double(self) -> Self:
+        return replace(self, x=self.x.double(), b=self.b.double())
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if self.groups > 1:  # carriers would mix what the groups keep apart
@@ -180,7 +166,7 @@ class Patches(Factored):
             x, filters, None, self.stride, self.padding, self.dilation, False, [0], 1
         )
         outputs = (left.T @ b.flatten(2)).view(len(b), len(right), *b.shape[2:])
-        thin = dataclasses.replace(self, x=x, b=outputs, weight=filters.shape)
+        thin = replace(self, x=x, b=outputs, weight=filters.shape)
         rights = thin.rows_to_keep(0, self.samples).view(self.samples, *right.shape)
         return torch.bmm(b.flatten(2), seen.flatten(2).transpose(1, 2)), rights
 
@@ -268,7 +254,8 @@ class Patches(Factored):
     def _weight_gradient(self, x: Tensor, b: Tensor, samples: int) -> Tensor:
         """The weight gradient by torch itself, for `samples` samples laid side by side."""
         shape = (samples * self.weight[0], *self.weight[1:])
-        gradient, groups = _WEIGHT_GRADIENTS[len(self.stride)], samples * self.groups
+        gradient: Callable[..., Tensor] = getattr(conv_grad, f"conv{len(self.stride)}d_weight")
+        groups = samples * self.groups
         return gradient(x, shape, b, self.stride, self.padding, self.dilation, groups)
 
 

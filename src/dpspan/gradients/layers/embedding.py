@@ -1,9 +1,8 @@
 """nn.Embedding: a linear layer whose inputs are one-hot and never written out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,6 @@ class Lookup(Factored):
     b: Tensor
     entries: int
 
-    @property
-    def depth(self) -> int:
-        return self.b.shape[1]
-
     def rows(self, start: int, stop: int) -> Tensor:
         b, n, width = full_precision(self.b[start:stop]), stop - start, self.b.shape[2]
         lines = self.index[start:stop] + self.entries * torch.arange(n, device=b.device)[:, None]
@@ -37,8 +32,8 @@ class Lookup(Factored):
         b = self.b.masked_fill(~inside.unsqueeze(2), 0.0)  # not b·0, which NaN would survive
         return Lookup(index, b, stop - start).rows(0, self.samples)
 
-    def double(self) -> Lookup:
-        return Lookup(self.index, self.b.double(), self.entries)
+    def double(self) -> Self:
+        return replace(self, b=self.b.double())
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
@@ -63,7 +58,7 @@ class Lookup(Factored):
         out = b.new_zeros(self.entries, b.shape[2])
         return out.index_add_(0, self.index.flatten(), b.flatten(0, 1)).flatten()
 
-    def _kernel(self, other: Lookup) -> Tensor | None:
+    def _kernel(self, other: Self) -> Tensor | None:
         """⟨b, b'⟩ over pairs of equal indices, where that is cheaper than rows."""
         n, m, width = self.samples, other.samples, self.b.shape[2]
         kernel_cost = COST_OF_FLOAT64 * n * m * self.depth * other.depth
@@ -83,10 +78,10 @@ class Lookup(Factored):
         depth, width = self.b.shape[1:]
         return compact(self, self.entries * width, depth * (width + 1))
 
-    def merged(self, views: int) -> Lookup:
+    def merged(self, views: int) -> Self:
         length = views * self.index.shape[1]
         index, b = self.index.reshape(-1, length), self.b.reshape(-1, length, self.b.shape[2])
-        return Lookup(index, b, self.entries)
+        return replace(self, index=index, b=b)
 
 
 def embedding_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:

@@ -6,8 +6,6 @@ randomness are the same in the output and in the gradient. The price is that the
 module, everything below it included, are instantiated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -42,6 +40,7 @@ def per_sample_forward(
     `forward` is called as it is, without the module's hooks: those run around this function.
     """
     leaves, structure = tree_flatten(call)
+    placed = list(zip(leaves, inputs, strict=True))
     pads = any(getattr(part, "padding_idx", None) is not None for part in module.modules())
     mended = _PlainEmbedding() if pads else nullcontext()
     template: list[Any] = []  # the output with its tensors replaced, seen while tracing
@@ -50,10 +49,7 @@ def per_sample_forward(
     def one_sample(own: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
         remaining = iter(tensors)
         # The module sees a batch of one: what it does to the batch dimension stays true.
-        filled = [
-            leaf if place < 0 else next(remaining).unsqueeze(place)
-            for leaf, place in zip(leaves, inputs, strict=True)
-        ]
+        filled = [leaf if place < 0 else next(remaining).unsqueeze(place) for leaf, place in placed]
         positional, named = tree_unflatten(filled, structure)
         with _reparametrize_module(module, own, tie_weights=True), mended:
             given, output_structure = tree_flatten(forward(*positional, **named))
@@ -69,9 +65,7 @@ def per_sample_forward(
                 tensors_out[number] = output.squeeze(places[-1])
         return tensors_out
 
-    private = [
-        leaf.movedim(place, 0) for leaf, place in zip(leaves, inputs, strict=True) if place >= 0
-    ]
+    private = [leaf.movedim(place, 0) for leaf, place in placed if place >= 0]
     # Of the attention kernels only the plain one has what is asked for here: the gradient of a
     # mask that is learned, and one run for all samples.
     with sdpa_kernel(SDPBackend.MATH), _no_fast_path():
@@ -95,13 +89,7 @@ def _no_fast_path() -> Iterator[None]:
 class _PlainEmbedding(TorchFunctionMode):
     """F.embedding by plain means: torch.func forgets padding_idx for all samples but the first."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.embedding:
             return func(*args, **kwargs)

@@ -1,9 +1,8 @@
 """nn.Linear with any leading dimensions, and the outer-product term other layers share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +35,6 @@ class Outer(Factored):
     a: Tensor
     b: Tensor
 
-    @property
-    def depth(self) -> int:
-        return self.a.shape[1]
-
     def rows(self, start: int, stop: int) -> Tensor:
         a, b = full_precision(self.a[start:stop]), full_precision(self.b[start:stop])
         return torch.bmm(b.transpose(1, 2), a).flatten(1)
@@ -47,8 +42,8 @@ class Outer(Factored):
     def lines(self, start: int, stop: int, width: int) -> Tensor:
         return Outer(self.a, self.b[:, :, start:stop]).rows(0, self.samples)
 
-    def double(self) -> Outer:
-        return Outer(self.a.double(), self.b.double())
+    def double(self) -> Self:
+        return replace(self, a=self.a.double(), b=self.b.double())
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         return ghost_norms([self], arithmetic)[0]
@@ -62,7 +57,7 @@ class Outer(Factored):
         a, b = (a * w, b) if a.shape[2] < b.shape[2] else (a, b * w)  # scale the smaller side
         return (b.flatten(0, 1).T @ a.flatten(0, 1)).flatten()
 
-    def _kernel(self, other: Outer) -> Tensor | None:
+    def _kernel(self, other: Self) -> Tensor | None:
         """⟨a, a'⟩⟨b, b'⟩ summed over both sequences, where that is cheaper than rows."""
         n, m, d_in, d_out = self.samples, other.samples, self.a.shape[2], self.b.shape[2]
         kernel_cost = n * m * self.depth * other.depth * (d_in + d_out)
@@ -83,7 +78,7 @@ class Outer(Factored):
         d_in, d_out = self.a.shape[2], self.b.shape[2]
         return compact(self, d_in * d_out, self.depth * (d_in + d_out))
 
-    def merged(self, views: int) -> Outer:
+    def merged(self, views: int) -> Term:
         # A sum over the sequences of all views is one over a longer sequence.
         return Outer(*(x.reshape(-1, views * self.depth, x.shape[2]) for x in (self.a, self.b)))
 

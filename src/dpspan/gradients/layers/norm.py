@@ -1,7 +1,5 @@
 """LayerNorm, RMSNorm, GroupNorm and InstanceNorm: an affine map of a normalised input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch.nn.functional as F
@@ -13,17 +11,15 @@ from dpspan.gradients.layers.terms import Rows, Term
 def trailing_norm_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:
     """Terms of a LayerNorm's or RMSNorm's weight and bias."""
     assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    normalise: Callable[..., Tensor] = (
-        F.layer_norm if isinstance(module, nn.LayerNorm) else F.rms_norm
-    )
-    dims = len(module.normalized_shape)
+    layer_norm, dims = isinstance(module, nn.LayerNorm), len(module.normalized_shape)
+    normalise: Callable[..., Tensor] = F.layer_norm if layer_norm else F.rms_norm
 
     def total(x: Tensor) -> Tensor:
         """The sum over everything between the sample and what is normalised."""
         return x.flatten(1, -dims - 1).sum(1) if x.dim() > dims + 1 else x
 
     yield "weight", Rows(total(normalise(x, module.normalized_shape, eps=module.eps) * grad))
-    if isinstance(module, nn.LayerNorm):
+    if layer_norm:  # an RMSNorm has no bias
         yield "bias", Rows(total(grad))
 
 

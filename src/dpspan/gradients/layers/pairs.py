@@ -5,8 +5,6 @@ output neuron or channel) and for all samples at once: every product is then one
 row is computed twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -6,8 +6,6 @@ sums are all that is needed: the input's weight has the rows Σ_t b_t ⊗ x_t, t
 Σ_t b_t ⊗ h_{t−1}, and a bias has Σ_t b_t.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -10,7 +10,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Self
 
 import torch
@@ -175,7 +175,7 @@ def only_first(term: Term, count: int) -> Term:
 
 
 class Factored(Term):
-    """A term kept as its factors, of which `b`, the gradients of outputs, is (n, …)."""
+    """A term kept as its factors, of which `b`, the gradients of outputs, is (n, T, …)."""
 
     b: Tensor
 
@@ -183,10 +183,16 @@ class Factored(Term):
     def samples(self) -> int:
         return self.b.shape[0]
 
+    @property
+    def depth(self) -> int:
+        return self.b.shape[1]
+
 
 @dataclass(frozen=True)
 class Rows(Term):
     """A term kept as its rows: biases, norms' affine maps, and whatever is smaller this way."""
+
+    depth = 1
 
     values: Tensor  # (n, *shape)
 
@@ -197,10 +203,6 @@ class Rows(Term):
     @property
     def samples(self) -> int:
         return self.values.shape[0]
-
-    @property
-    def depth(self) -> int:
-        return 1
 
     def rows(self, start: int, stop: int) -> Tensor:
         return full_precision(self.flat()[start:stop])
@@ -251,16 +253,16 @@ class Sum(_Several):
         return sum(part.depth for part in self.parts)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return _added(part.rows(start, stop) for part in self.parts)
+        return reduce(torch.add, (part.rows(start, stop) for part in self.parts))
 
     def lines(self, start: int, stop: int, width: int) -> Tensor:
-        return _added(part.lines(start, stop, width) for part in self.parts)
+        return reduce(torch.add, (part.lines(start, stop, width) for part in self.parts))
 
     def magnitudes(self) -> Tensor:
         return torch.stack([part.magnitudes().sqrt() for part in self.parts]).sum(0).square()
 
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
-        return _added(part.combine(weights, dropped) for part in self.parts)
+        return reduce(torch.add, (part.combine(weights, dropped) for part in self.parts))
 
 
 class Stack(_Several):
@@ -299,7 +301,7 @@ class Stack(_Several):
         sizes = [part.samples for part in self.parts]
         blanked = [None] * len(sizes) if dropped is None else dropped.split(sizes)
         each = zip(self.parts, weights.split(sizes), blanked, strict=True)
-        return _added(part.combine(w, d) for part, w, d in each)
+        return reduce(torch.add, (part.combine(w, d) for part, w, d in each))
 
     def kernel(self, other: Term) -> Tensor | None:
         return _all([part.kernel(other) for part in self.parts], dim=0)
@@ -314,13 +316,6 @@ def stacked(parts: Sequence[Term]) -> Term:
     if len(rows) == len(parts):  # joined once, here, rather than at every use
         return Rows(torch.cat(rows))
     return Stack(parts)
-
-
-def _added(parts: Iterator[Tensor]) -> Tensor:
-    total = next(parts)
-    for part in parts:
-        total = total + part
-    return total
 
 
 def _all(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
