@@ -20,9 +20,11 @@ from dpspan.app.config.sections import (
     ConstantSection,
     CosineSection,
     PatchesSection,
+    RGPSection,
     StepsSection,
 )
 from dpspan.app.section import BuiltSection
+from dpspan.mechanisms.carriers import History
 
 GOOD = """\
 data:
@@ -249,7 +251,7 @@ def built_sections(base: type[BuiltSection] = BuiltSection) -> Iterator[type[Bui
 def test_sections_have_the_keys_and_defaults_of_what_they_build(
     section: type[BuiltSection],
 ) -> None:
-    own = {"name", "public", "random_subspace", "private_share", "clip"}  # of the file alone
+    own = {"name", "public", "random_subspace", "private_share", "clip", "warmup"}  # the file's
     built = getattr(dpspan, section.__name__.removesuffix("Section"))
     original = {field.name: field for field in fields(built)}
     for key, field in section.model_fields.items():
@@ -264,6 +266,28 @@ def test_every_alternative_is_built_by_its_name() -> None:
     names = {section.__name__ for section in built_sections()}
     unions = (get_args(get_args(union)[0]) for union in (AnyMethod, AnyTrainable))
     assert {section.__name__ for union in unions for section in union} <= names
+
+
+def test_rgp_as_its_authors_run_it_can_be_written_down() -> None:
+    options = {"name": "rgp", "rank": 8, "head_scale": 0.01, "head_rate": 10.0}
+    method = RGPSection(**options, carriers="weights").build(None, steps=1)
+    assert (method.head_scale, method.head_rate) == (0.01, 10.0)
+    assert method.source == History(warmup=None)
+    assert RGPSection(warmup=50).build(None, steps=1).source == History(warmup=50)
+    assert RGPSection().build(None, steps=1).source == History()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"carriers": "random", "warmup": 5}, "Expected carriers: history"),
+        ({"head_rate": 5.0}, "Expected head_scale beside head_rate"),
+        ({"head_scale": 0.0}, "greater than 0"),
+    ],
+)
+def test_rgp_options_that_mean_nothing_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RGPSection(**options)
 
 
 def test_features_have_the_defaults_of_the_layer() -> None:

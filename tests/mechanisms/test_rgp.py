@@ -229,7 +229,10 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 8)).double()
 
 
-@pytest.mark.parametrize("options", [{}, {"left_only": True}])
+HEAD = {"head_scale": 0.1, "head_rate": 3.0}
+
+
+@pytest.mark.parametrize("options", [{}, {"left_only": True}, HEAD])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e12])
 def test_one_sample_moves_the_joint_tuple_by_at_most_the_clip(options: Any, size: float) -> None:
     model = small_model()
@@ -248,6 +251,53 @@ def test_one_sample_moves_the_joint_tuple_by_at_most_the_clip(options: Any, size
     assert torch.allclose(flat(mechanism.clipped_sum(J)), torch.stack(alone).sum(0), atol=1e-9)
     if size > 1:
         assert all(one.norm() > 0.99 * CLIP for one in alone)
+
+
+def test_the_head_has_a_scale_before_the_clip_and_a_rate_after_the_noise() -> None:
+    """Against one sample at a time, by hand."""
+    model = small_model()
+    x = torch.randn(6, 12, generator=torch.Generator().manual_seed(1), dtype=F64)
+    mechanism = RGP(rank=2, clip=CLIP, **HEAD).bind(Setting(model=model))
+    carrier = mechanism.carriers()["0.weight"]
+    assert set(mechanism.carriers()) == {"0.weight"}
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for one in x.split(1):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        loss = losses(model, one).sum()
+        own = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        left, right = own["0.weight"] @ carrier.right.T, carrier.left.T @ own["0.weight"]
+        left = left - carrier.left @ (carrier.left.T @ left)
+        heads = [0.1 * own["3.weight"], 0.1 * own["3.bias"]]
+        others = [left, right, own["0.bias"], own["2.weight"], own["2.bias"]]
+        norm = torch.cat([part.flatten() for part in (*heads, *others)]).norm()
+        factor = min(1.0, CLIP / float(norm))
+        expected["0.weight"] += factor * (left @ carrier.right + carrier.left @ right)
+        for name in ("0.bias", "2.weight", "2.bias"):
+            expected[name] += factor * own[name]
+        for name, head in zip(("3.weight", "3.bias"), heads, strict=True):
+            expected[name] += 3.0 * factor * head
+    total = mechanism.clipped_sum(per_sample_gradients(model, losses, x))
+    update = stepped(mechanism, total, Noise(seed=0), 0.0)
+    for name, value in expected.items():
+        assert torch.allclose(update[name], value, atol=1e-9)
+
+
+def test_a_head_needs_a_linear_layer() -> None:
+    with pytest.raises(ValueError, match="a model with a trainable linear layer"):
+        RGP(head_scale=0.1).bind(Setting(model=nn.Sequential(nn.Conv2d(8, 8, 3))))
+
+
+def test_carriers_of_the_weights_never_turn_to_the_history() -> None:
+    model = small_model()
+    J = per_sample_gradients(model, losses, torch.randn(4, 12, dtype=F64))
+    found = []
+    for carriers in ("weights", History(warmup=2), "history"):
+        mechanism = RGP(rank=2, clip=1.0, carriers=carriers).bind(Setting(model=model))
+        for _ in range(2):
+            stepped(mechanism, mechanism.clipped_sum(J), Noise(seed=0), 1.0)
+        found.append(mechanism.carriers()["0.weight"].left)
+    assert not torch.allclose(found[0], found[1], atol=1e-3)  # the third step is beyond that one
+    assert torch.equal(found[1], found[2])  # nothing has moved
 
 
 def test_the_part_of_the_left_gradient_inside_the_carrier_is_not_released() -> None:
@@ -287,7 +337,7 @@ def test_every_trained_number_gets_its_noise(n: int) -> None:
         assert not torch.equal(left["0.weight"], right["0.weight"])
 
 
-@pytest.mark.parametrize("options", [{}, {"left_only": True}])
+@pytest.mark.parametrize("options", [{}, {"left_only": True}, HEAD])
 def test_the_noise_that_is_noted_is_the_noise_of_the_update(options: Any) -> None:
     model = small_model()
     mechanism = RGP(rank=2, clip=CLIP, **options).bind(Setting(model=model))
@@ -297,8 +347,8 @@ def test_the_noise_that_is_noted_is_the_noise_of_the_update(options: Any) -> Non
     found: dict[str, list[float]] = {"carriers": [], "full": []}
     for seed in range(300):
         update = stepped(mechanism, dict(nothing), Noise(seed=seed), 2.0)
-        for part, names in (("carriers", {"0.weight", "3.weight"}), ("full", None)):
-            names = names or set(update) - {"0.weight", "3.weight"}
+        carried = set(mechanism.carriers())
+        for part, names in (("carriers", carried), ("full", set(update) - carried)):
             found[part].append(float(flat({n: update[n] for n in names}).square().sum()))
     (note,) = mechanism.diagnostics()  # once: it does not change
     for part, energies in found.items():
@@ -407,8 +457,10 @@ def test_a_resumed_run_has_the_history_it_would_have_had(tmp_path: Path) -> None
     [
         ({"rank": 0}, "rank to be an integer of at least 1"),
         ({"clip": 0.0}, "clip > 0"),
-        ({"carriers": "svd"}, "carriers history or random"),
+        ({"carriers": "svd"}, "carriers history or weights or random"),
         ({"seed": -1}, "seed to be an integer of at least 0"),
+        ({"head_scale": 0.0}, "head_scale > 0"),
+        ({"head_rate": 2.0}, "head_rate= is for a head with a head_scale="),
     ],
 )
 def test_bad_configuration_is_refused(fields: Any, message: str) -> None:

@@ -6,7 +6,7 @@ projection of G onto the matrices whose columns lie in L or whose rows lie in R.
 weights that have been released, or from chance: never from gradients.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class Carrier(NamedTuple):
 class History:
     """The directions of the update so far, W_t − W_0; in the first `warmup` steps those of W_t.
 
+    A warm-up of None never ends.
+
     Found by one power pass (the paper's Algorithm 2): two products, and no SVD.
 
     Examples:
@@ -51,18 +53,19 @@ class History:
         >>> method = dpspan.RGP(rank=8, clip=1.0, carriers=History(warmup=10))
     """
 
-    warmup: int = 1
+    warmup: int | None = 1
     iterations: int = 1
 
     def __post_init__(self) -> None:
-        check_count("warmup", self.warmup)  # W_0 − W_0 has no directions
+        if self.warmup is not None:
+            check_count("warmup", self.warmup)  # W_0 − W_0 has no directions
         check_count("iterations", self.iterations)
 
     def carriers(
         self, weights: Matrices, first: Matrices, rank: int, step: int, draw: Draw
     ) -> list[Carrier]:
         moved = [now - then for now, then in zip(weights, first, strict=True)]
-        updates = weights if step < self.warmup else moved
+        updates = weights if self.warmup is None or step < self.warmup else moved
         right = [_placed(draw(*u.shape[:-2], rank, u.shape[-1]), u) for u in updates]
         for _ in range(self.iterations):
             left = orthonormal([u @ r.mT for u, r in zip(updates, right, strict=True)])
@@ -119,15 +122,21 @@ def _placed(numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def carried_weights(
-    model: nn.Module, rank: int, layers: Callable[[str], bool] | None
+    model: nn.Module,
+    rank: int,
+    layers: Callable[[str], bool] | None,
+    head: Collection[str] = (),
 ) -> dict[str, nn.Parameter]:
-    """The trainable weights of linear and convolution layers that carriers make smaller."""
+    """The trainable weights of linear and convolution layers that carriers make smaller.
+
+    But for those of the `head`.
+    """
     of_layers = {module.weight for module in model.modules() if isinstance(module, _CARRIED)}
     # A weight tied to an embedding is one of its lines per token.
     others = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     found = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or parameter not in of_layers - others:
+        if not parameter.requires_grad or name in head or parameter not in of_layers - others:
             continue
         d_out, d_in = parameter.shape[0], parameter.shape[1:].numel()
         smaller = rank * (d_out + d_in) < d_out * d_in and rank <= min(d_out, d_in)
@@ -140,6 +149,15 @@ def carried_weights(
             + ". Lower the rank, or use DPSGD."
         )
     return found
+
+
+def head_of(model: nn.Module) -> set[str]:
+    """The names of the parameters of the last linear layer that is trained."""
+    names = {parameter: name for name, parameter in model.named_parameters()}  # the first of each
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    if not linear:
+        raise ValueError("head_scale= is for a model with a trainable linear layer: leave it out.")
+    return {names[parameter] for parameter in linear[-1].parameters()}
 
 
 def as_matrix(weight: Tensor) -> Tensor:

@@ -5,6 +5,10 @@
     release   Σ clip((∂L, ∂R of all weights, full gradients of the rest), C) + z·C·N(0, I)
     update    ∂L R + L ∂R − L Lᵀ ∂L R, for any optimizer
 
+The authors never carry the classifier, and make its gradient shorter before the clip, or it would
+take up most of it: s·g is what is clipped and released (`head_scale`), times a rate of its own in
+the update (`head_rate`).
+
 Formal guarantee: what is clipped and summed is one vector per sample, the tuple of all its small
 gradients, so one release is a Gaussian mechanism of noise multiplier z. Everything that is trained
 is in it, and every entry gets noise. The update is post-processing.
@@ -32,13 +36,18 @@ from dpspan.mechanisms.carriers import (
     as_matrix,
     carried_weights,
     carriers_of,
+    head_of,
     written_over,
 )
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
 from dpspan.support.checks import check_count, describe
 
-_NAMED: dict[str, CarrierSource] = {"history": History(), "random": RandomCarriers()}
+_NAMED: dict[str, CarrierSource] = {
+    "history": History(),
+    "weights": History(warmup=None),
+    "random": RandomCarriers(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +57,15 @@ class RGP(Method):
     Args:
         rank: r, the carriers' rank.
         clip: C, over all small gradients jointly.
-        carriers: 'history' (W_t − W_0), 'random', or `History(warmup=...)`.
+        carriers: 'history' (W_t − W_0), 'weights' (W_t, as the authors' code), 'random', or
+            `History(warmup=...)`.
         layers: which weights are carried, by name; by default all of linear and convolution
             layers that become smaller. The rest that is trained is released in full.
         left_only: release ∂L only, as the authors' code trains.
+        head_scale: given, the last linear layer is not carried, and its gradient is multiplied by
+            this before the clip (the authors': 0.01 for images, 0.1 for text).
+        head_rate: what its released gradient is multiplied by, 1 if left out; 1 / head_scale undoes
+            the scale, for the noise too.
         clipping: the rule for clip factors.
         seed: of the random numbers that carriers start from; not a secret.
 
@@ -62,17 +76,22 @@ class RGP(Method):
     """
 
     counts = {"rank": 1, "seed": 0}  # noqa: RUF012
+    positive = ("clip", "head_scale", "head_rate")
 
     rank: int = 1
     carriers: str | CarrierSource = "history"
     layers: Callable[[str], bool] | None = None
     left_only: bool = False
+    head_scale: float | None = None
+    head_rate: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.carriers, str) and self.carriers not in _NAMED:
             raise ValueError(f"Expected carriers {' or '.join(_NAMED)}, got {self.carriers!r}.")
+        if self.head_scale is None and self.head_rate is not None:
+            raise ValueError("head_rate= is for a head with a head_scale=: give both.")
 
     @property
     def source(self) -> CarrierSource:
@@ -94,7 +113,8 @@ class RGPMechanism(SteppedMechanism):
     def __init__(self, method: RGP, model: nn.Module) -> None:
         super().__init__()
         self._method = method
-        self._weights = carried_weights(model, method.rank, method.layers)
+        self._head = set() if method.head_scale is None else head_of(model)
+        self._weights = carried_weights(model, method.rank, method.layers, self._head)
         self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
         self._carriers: dict[str, Carrier] = {}
         self._present = False  # whether the carriers are those of the present step
@@ -111,6 +131,10 @@ class RGPMechanism(SteppedMechanism):
             self._carriers, self._present = written_over(self._carriers, fresh), True
         return self._carriers
 
+    @property
+    def _head_rate(self) -> float:
+        return 1.0 if self._method.head_rate is None else self._method.head_rate
+
     def _matrices(self) -> dict[str, Tensor]:
         return {name: as_matrix(weight) for name, weight in self._weights.items()}
 
@@ -123,6 +147,11 @@ class RGPMechanism(SteppedMechanism):
             small = small.select([name for name in small.shapes if not isinstance(name, Right)])
         else:
             small = self._outside_left(small)
+        if method.head_scale is not None:
+            shorter = {
+                n: small.terms[n].scaled(method.head_scale) for n in self._head & {*small.terms}
+            }
+            small = small.derived({**small.terms, **shorter})
         factors = clip_factors(method.clipping, small.norm_bounds(), method.clip_norm)
         return small.combine(factors)
 
@@ -148,6 +177,8 @@ class RGPMechanism(SteppedMechanism):
         carriers, self._present = self.carriers(), False
         self.step += 1
         update = of_parameters(released)
+        for name in self._head & update.keys():
+            update[name] = update[name] * self._head_rate
         for names in alike(self._matrices()):
             stack = Carrier(*map(torch.stack, zip(*(carriers[n] for n in names), strict=True)))
             left = torch.stack([released[Left(name)] for name in names])
@@ -166,7 +197,10 @@ class RGPMechanism(SteppedMechanism):
         for d_out, d_in in (matrix.shape for matrix in self._matrices().values()):
             # Of the noise on ∂L only what lies outside L takes part in the update.
             carried += rank * (d_out if self._method.left_only else d_out - rank + d_in)
-        full = sum(value.numel() for value in of_parameters(total).values())
+        full = sum(
+            value.numel() * (self._head_rate**2 if name in self._head else 1)
+            for name, value in of_parameters(total).items()
+        )
         energy = {"carriers": carried * std**2, "full": full * std**2}
         return {part: value for part, value in energy.items() if value}
 

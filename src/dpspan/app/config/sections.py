@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,7 @@ from dpspan.app.section import (
     Section,
     Share,
     Texts,
+    refuse,
 )
 from dpspan.support.moved import without_retired_options
 
@@ -208,12 +209,32 @@ class GEPSection(SubspaceMethodSection):
 
 
 class RGPSection(MethodSection):
-    """RGP."""
+    """RGP; `warmup` is of carriers from history: so many steps have those of the weights."""
 
+    of_the_file: ClassVar = (*MethodSection.of_the_file, "warmup")
     name: Literal["rgp"] = "rgp"
     rank: Count = 1
-    carriers: Literal["history", "random"] = "history"
+    carriers: Literal["history", "weights", "random"] = "history"
+    warmup: Count = 1
     left_only: bool = False
+    head_scale: Positive | None = None
+    head_rate: Positive | None = None
+
+    @model_validator(mode="after")
+    def _options_that_go_together(self) -> Self:
+        if self.warmup > 1 and self.carriers != "history":
+            refuse("warmup", "Expected carriers: history, which a warm-up is for.")
+        if self.head_rate is not None and self.head_scale is None:
+            refuse("head_rate", "Expected head_scale beside head_rate.")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        found = super().arguments()
+        if self.warmup == 1:
+            return found
+        from dpspan.mechanisms.carriers import History
+
+        return {**found, "carriers": History(warmup=self.warmup)}
 
 
 class MirrorDescentSection(MethodSection):

@@ -103,6 +103,10 @@ class Term(ABC):
         return joined_pairs(parts)
 
     @abstractmethod
+    def scaled(self, factor: float) -> Term:
+        """Every row times a factor."""
+
+    @abstractmethod
     def double(self) -> Term:
         """The same in float64, where a difference of two norms still means something."""
 
@@ -187,6 +191,9 @@ class Factored(Term):
     def depth(self) -> int:
         return self.b.shape[1]
 
+    def scaled(self, factor: float) -> Self:
+        return replace(self, b=self.b * factor)  # type: ignore[type-var]
+
 
 @dataclass(frozen=True)
 class Rows(Term):
@@ -224,6 +231,9 @@ class Rows(Term):
     def merged(self, views: int) -> Rows:
         return Rows(full_precision(self.values).unflatten(0, (-1, views)).sum(1))
 
+    def scaled(self, factor: float) -> Rows:
+        return Rows(self.values * factor)
+
     def double(self) -> Rows:
         return Rows(self.values.double())
 
@@ -236,6 +246,9 @@ class _Several(Term):
 
     def merged(self, views: int) -> Self:
         return type(self)([part.merged(views) for part in self.parts])
+
+    def scaled(self, factor: float) -> Self:
+        return type(self)([part.scaled(factor) for part in self.parts])
 
     def double(self) -> Self:
         return type(self)([part.double() for part in self.parts])
