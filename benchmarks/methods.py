@@ -64,7 +64,14 @@ GRAPHS = ", CUDA graphs"
 
 
 def step_of(
-    model: nn.Module, x: Tensor, y: Tensor, noise: float, *, case: Case, method: str, graphs: bool
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    noise: float,
+    *,
+    case: Case,
+    method: str,
+    graphs: bool = False,
 ) -> contenders.Contender:
     """A method of dpspan: the first samples are private, the others public."""
     private = len(x) * case.private // (case.private + case.public)

@@ -18,12 +18,14 @@ from benchmarks.problems import PROBLEMS
 CASE = methods.Case(8, 8, 4)
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("name", methods.METHODS)
-def test_every_method_takes_a_step(name: str) -> None:
+def test_every_method_takes_a_step(name: str, graphs: bool) -> None:
     problem = PROBLEMS["mlp-64"]
     model = problem.model("cpu")
     before = [p.detach().clone() for p in model.parameters()]
-    methods.step_of(model, *problem.data(16, "cpu"), 1.0, case=CASE, method=name).step()
+    data = problem.data(16, "cpu")
+    methods.step_of(model, *data, 1.0, case=CASE, method=name, graphs=graphs).step()
     assert all(
         not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
     )

@@ -70,7 +70,7 @@ def test_a_run_on_a_gpu_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert kept["seconds"] >= 0
 
 
-GPU_FILES = ["test_cuda.py"]
+GPU_FILES = ["test_cuda.py", "test_graphs.py", "test_kernels.py"]
 REPORTS = [
     *[("setup", "passed"), ("call", "passed"), ("teardown", "passed")] * 2,
     *[("setup", "passed"), ("call", "failed"), ("teardown", "passed")],
