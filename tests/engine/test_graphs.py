@@ -11,8 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpspan
 from dpspan import DPSGD, GEP, PDPSGD, RGP, BiasedGEP, CaptureError, MirrorDescent, PrivacyEngine
+from dpspan.engine.private_step import stays_in_place
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.gradients.capture import Capture
+from dpspan.gradients.operator import PerSampleGradients
+from dpspan.mechanisms.dpsgd import DPSGDMechanism
 from dpspan.model.networks import PaperCNN, ResNet20
 from helpers.oracle import per_sample_matrix
 from helpers.problems import PROBLEMS, loss_per_sample, make
@@ -122,6 +125,148 @@ def test_a_model_that_is_called_twice_is_refused() -> None:
     with pytest.raises(CaptureError, match="more than once for a batch"):
         for x, _ in loader:
             (model(x) + model(-x)).sum().backward()
+
+
+def only_record_0_has_feature_0(collate: Any = None) -> DataLoader[Any]:
+    x, y = data().tensors
+    x = x.clone()
+    x[:, 0], x[0] = 0.0, torch.tensor([50.0, 0, 0, 0, 0, 0])
+    return DataLoader(TensorDataset(x, y), batch_size=10, collate_fn=collate)
+
+
+def sorted_by_size(records: list[Any]) -> tuple[Tensor, Tensor]:
+    """As recipes for packed sequences do: the longest first."""
+    x, y = (torch.stack(column) for column in zip(*records, strict=True))
+    order = x.norm(dim=1).argsort(descending=True)
+    return x[order], y[order]
+
+
+def test_a_collate_fn_may_choose_the_order_of_records() -> None:
+    """Record 0, which would come first, moves its feature's weights only where it was drawn."""
+    for seed in range(4):
+        engine = PrivacyEngine(debug_seed=seed)
+        loader = only_record_0_has_feature_0(sorted_by_size)
+        _, model, optimizer, loader = setup(
+            engine, data_loader=loader, cuda_graphs=True, noise_multiplier=0.0, non_private=True
+        )
+        for x, y in loader:
+            before = model[0].weight[:, 0].detach().clone()
+            drawn = bool(x[0, 0])
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+            moved = (model[0].weight[:, 0] - before).norm() / 0.5 * 10  # learning rate, batch
+            assert moved <= 1.0 if drawn else moved == 0
+
+
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: (x - 3.0) / 7.0])
+def test_a_loop_that_reorders_rows_is_refused(change: Any) -> None:
+    _, model, _, loader = setup(cuda_graphs=True)
+    with pytest.raises(CaptureError, match="into another order"):
+        for x, y in loader:
+            order = x.norm(dim=1).argsort()
+            nn.CrossEntropyLoss()(model(change(x)[order]), y[order]).backward()
+
+
+def test_a_loop_that_changes_rows_one_by_one_is_fine() -> None:
+    engine, model, optimizer, loader = setup(cuda_graphs=True)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model((x - 3.0) / 7.0), y).backward()
+        optimizer.step()
+    assert not [w for w in engine.certificate(1e-5)["warnings"] if "cuda_graphs" in w]
+
+
+@pytest.mark.filterwarnings("ignore:dpspan")
+def test_what_cannot_be_seen_is_on_the_certificate() -> None:
+    engine, model, optimizer, loader = setup(cuda_graphs=True)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(x + torch.rand_like(x)), y).backward()
+        optimizer.step()
+    assert [w for w in engine.certificate(1e-5)["warnings"] if "keep their order" in w]
+
+
+@pytest.mark.filterwarnings("ignore:dpspan")  # that such batches cannot be checked
+def test_a_batch_without_tensors_of_records_is_refused() -> None:
+    loader = DataLoader(data(), batch_size=10, collate_fn=lambda records: [str(r) for r in records])
+    _, _, _, loader = setup(data_loader=loader, cuda_graphs=True)
+    with pytest.raises(CaptureError, match="no tensor with the records in front"):
+        next(iter(loader))
+
+
+def test_an_empty_first_draw_does_not_blind_the_checks() -> None:
+    """A model that remembers the last batch is refused at the first draw that shows it."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(6, 2), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale, self.last = self.last, float(x.detach().abs().mean())
+            return self.layer(x * scale)
+
+    _, model, optimizer, loader = setup(module=Remembers(), cuda_graphs=True)
+
+    class EmptyFirst(PoissonDraw):
+        def epoch(self, generator: Any) -> Any:
+            yield torch.empty(0, dtype=torch.long)
+            yield from super().epoch(generator)
+
+    loader.draw = EmptyFirst(records=40, sample_rate=0.25, steps_per_epoch=4)
+    with pytest.raises(ValueError):  # noqa: PT011  which of the checks it is does not matter
+        train(model, optimizer, loader)
+
+
+def test_who_overrides_the_clipped_sum_says_again_that_it_stays_in_place() -> None:
+    class Other(DPSGDMechanism):
+        def clipped_sum(self, gradients: Any) -> Any:
+            return super().clipped_sum(gradients)
+
+    own = DPSGDMechanism(1.0, dpspan.FlatClipping())
+    assert stays_in_place(own)
+    assert not stays_in_place(Other(1.0, dpspan.FlatClipping()))
+
+
+def test_samples_that_do_not_count_are_in_no_sum() -> None:
+    model, x = make("mlp")
+    J = dpspan.per_sample_gradients(model, loss_per_sample, x)
+    counted = torch.arange(len(x)) < 2
+    some = PerSampleGradients(
+        J.shapes, {n: [t] for n, t in J.terms.items()}, len(x), like=J.like, counted=counted
+    )
+    assert some.norm_bounds()[2:].isinf().all()
+    assert torch.equal(some.norm_bounds()[:2], J.norm_bounds()[:2])
+    ones = torch.ones(len(x), dtype=J.like.dtype)
+    for derived in (some, some.select(list(J.shapes)[:1]), some.derived(J.terms)):
+        expected = J.combine(ones * counted)
+        for name, value in derived.combine(ones).items():
+            assert torch.allclose(value, expected[name])
+
+
+def test_a_model_that_is_given_a_gradient_is_refused() -> None:
+    """A replay would not pass the gradient on to what comes before."""
+    _, model, _, loader = setup(cuda_graphs=True)
+    with pytest.raises(CaptureError, match="something that has a gradient"):
+        for x, _ in loader:
+            model(x.requires_grad_()).sum().backward()
+
+
+def test_sums_of_an_abandoned_batch_are_forgotten() -> None:
+    engine, model, optimizer, loader = setup(cuda_graphs=True)
+    run = engine._run
+    for number, (x, y) in enumerate(loader):
+        assert run._graphs.take(copied=False) is None
+        run._graphs.sums = {"0.weight": torch.full((8, 6), torch.nan)}  # as a replay leaves them
+        if number == 1:
+            break
+        run._graphs.forget()
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+    train(model, optimizer, loader)  # a new epoch
+    assert weights(model).isfinite().all()
 
 
 # -- graphs ---------------------------------------------------------------------------------------
@@ -246,6 +391,29 @@ def test_weights_that_move_in_memory_are_recorded_anew() -> None:
         optimizer.zero_grad()
         nn.CrossEntropyLoss()(out, y.cuda()).backward()
         optimizer.step()
+
+
+class Parts(nn.Module):
+    """Its loop calls a layer of its own outside of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(784, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.flatten(1))
+
+
+@pytest.mark.gpu
+def test_a_layer_outside_of_the_models_call_is_refused_by_name() -> None:
+    _, model, optimizer, loader = setup(
+        module=Parts().cuda(), data_loader=DataLoader(images(), batch_size=30), cuda_graphs=True
+    )
+    with pytest.raises(CaptureError, match="inside of the model's own call"):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model.head(model(x.cuda())), y.cuda()).backward()
+            optimizer.step()
 
 
 class Waits(nn.Module):

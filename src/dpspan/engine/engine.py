@@ -137,7 +137,7 @@ class PrivacyEngine:
                 Their mean gradient is clipped, so a record still counts once.
             warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
             cuda_graphs: record the model and replay it, so that a GPU waits for no launches. Every
-                batch is filled up to one size, with records whose gradients do not count.
+                batch is filled up to one size, with copies at its end that do not count.
             non_private: allow noise_multiplier = 0.
         """
         if self._run is not None:

@@ -47,7 +47,7 @@ class PrivateRun:
         self._mean_loss = plan.loss_reduction == "mean"
         self._graphs: Graphs | None = None
         if cuda_graphs:
-            recorded = mechanism.clipped_sum if mechanism.stays_in_place else None
+            recorded = mechanism.clipped_sum if stays_in_place(mechanism) else None
             self._graphs = Graphs(recorded, mean_loss=self._mean_loss)
         self.guard = Guard(
             self._module,
@@ -75,6 +75,8 @@ class PrivateRun:
         lost = self._piece is not None and self._capture.heard
         self._piece = None
         self._capture.disarm()
+        if self._graphs is not None:
+            self._graphs.forget()
         if lost and not new_epoch:  # an epoch that was left early may leave a batch behind
             raise CaptureError(
                 "backward() was called on the last batch, but optimizer.step() was not, so its "
@@ -84,15 +86,16 @@ class PrivateRun:
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = {}
         self._piece = piece
-        padded = self.loader.padded
-        self.guard.expect(piece.size if padded else piece.samples, new_epoch=new_epoch)
+        self.guard.expect(
+            piece.samples, rows=piece.size if piece.padded else None, new_epoch=new_epoch
+        )
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped, as is what stand-ins bring that fill up a padded piece.
         self._capture.expect(
             piece.size,
             views=self.plan.views,
-            live=piece.samples if padded else None,
-            discard=piece.samples == 0 and not padded,
+            live=piece.samples if piece.padded else None,
+            discard=piece.samples == 0 and not piece.padded,
             carriers=self.mechanism.carriers(),
             graphs=self._graphs,
         )
@@ -123,6 +126,11 @@ class PrivateRun:
         part = None if self._graphs is None else self._graphs.take(copied=not piece.last)
         if part is None:
             part = self.mechanism.clipped_sum(gradients)
+        elif gradients.terms:
+            raise CaptureError(
+                f"'{next(iter(gradients.terms))}' was used outside of the model's own call, so its "
+                "gradient is not among the recorded ones. Leave cuda_graphs out."
+            )
         self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
         del gradients  # what they were made of is not needed any more
         if not piece.last:
@@ -175,6 +183,12 @@ class PrivateRun:
         self.guard.remove()
         self._capture.remove()
         self.loader.on_piece = _refuse
+
+
+def stays_in_place(mechanism: Mechanism) -> bool:
+    """Whether the class whose `clipped_sum` it is says so: who overrides it says it again."""
+    owner = next(each for each in type(mechanism).__mro__ if "clipped_sum" in vars(each))
+    return bool(vars(owner).get("stays_in_place", False))
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from dp_accounting import DpEvent
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -110,6 +111,7 @@ class Piece(NamedTuple):
 
     samples: int  # records drawn into this piece; the others that it holds are stand-ins
     size: int  # records that it holds
+    padded: bool  # whether a graph needs that size: stand-ins come behind the records
     first: bool  # first piece of its logical batch
     last: bool  # last piece of its logical batch
 
@@ -119,19 +121,37 @@ def _cut(
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
-    A `padded` one has exactly that many: record 0 fills it up. For an empty one record 0 stands in,
-    too, and the engine drops what it contributes. An empty step must run like any other: its noise,
-    its step and its event are part of the mechanism. But models and loops fail on tensors of length
-    zero (`x.view(len(x), -1)`, means that become NaN).
+    A `padded` one will be filled up to exactly that many. For an empty one record 0 stands in, and
+    the engine drops what it contributes. An empty step must run like any other: its noise, its step
+    and its event are part of the mechanism. But models and loops fail on tensors of length zero
+    (`x.view(len(x), -1)`, means that become NaN).
     """
     for batch in batches:
         indices = batch.tolist()
         size = limit or max(1, len(indices))
         for start in range(0, max(1, len(indices)), size):
             part = indices[start : start + size]
-            held = size if padded else max(1, len(part))
-            pieces.append(Piece(len(part), held, start == 0, start + size >= len(indices)))
-            yield part + [0] * (held - len(part))
+            held, last = size if padded else max(1, len(part)), start + size >= len(indices)
+            pieces.append(Piece(len(part), held, padded, start == 0, last))
+            yield part or [0]
+
+
+def filled_up(batch: Any, records: int, size: int) -> Any:
+    """A collated batch with copies of its first record behind the others.
+
+    After collation: whatever order that gives the records, stand-ins are the last rows.
+    """
+    leaves, structure = tree_flatten(batch)
+    of_records = [isinstance(x, Tensor) and x.shape[:1] == (records,) for x in leaves]
+    if not any(of_records):
+        raise CaptureError(
+            "cuda_graphs=True fills up every batch, and this one has no tensor with the records in "
+            "front. Let the collate_fn make tensors, or leave cuda_graphs out."
+        )
+    for index, x in enumerate(leaves):
+        if of_records[index]:
+            leaves[index] = torch.cat([x, x[:1].expand(size - records, *x.shape[1:])])
+    return tree_unflatten(leaves, structure)
 
 
 class _Feed:
@@ -190,7 +210,7 @@ class PrivateLoader:
         self.draw = draw
         self.dataset: Any = loader.dataset
         self.collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
-        self.max_physical_batch_size, self.padded = max_physical_batch_size, padded
+        self.max_physical_batch_size, self._padded = max_physical_batch_size, padded
         self.on_piece: Callable[[Piece], None] = lambda _: None
         self.on_batch: Callable[[Any], None] = lambda _: None
         self.epoch = self.position = self.passes = 0
@@ -239,7 +259,7 @@ class PrivateLoader:
         self.passes += 1
         pieces: deque[Piece] = deque()
         steps = islice(self.draw.epoch(self._generator), len(self) - self.position)
-        source = self._feed.source = _cut(steps, self.max_physical_batch_size, self.padded, pieces)
+        source = self._feed.source = _cut(steps, self.max_physical_batch_size, self._padded, pieces)
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)
@@ -250,6 +270,8 @@ class PrivateLoader:
                 if not pieces:
                     break
                 piece = pieces.popleft()  # a DataLoader returns batches in the order it asked
+                if piece.padded:
+                    batch = filled_up(batch, max(1, piece.samples), piece.size)
                 self.on_piece(piece)
                 self.on_batch(batch)
                 self.position += piece.last

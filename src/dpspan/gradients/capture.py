@@ -153,8 +153,8 @@ class Capture:
         self.disarm()
         return gradients
 
-    def gradients(self, *, scale: float = 1.0) -> PerSampleGradients:
-        """What has been recorded so far."""
+    def gradients(self, *, scale: float = 1.0, counted: Tensor | None = None) -> PerSampleGradients:
+        """What has been recorded so far; `counted` as of `PerSampleGradients`."""
         batch = self.batch
         shapes: dict[str, torch.Size] = {}
         for name, parameter in self.trained().items():
@@ -166,14 +166,16 @@ class Capture:
         samples = 0 if batch.discard else batch.rows // batch.views
         known = next(iter(self.trained().values()), torch.empty(0))
         like = torch.empty(0, dtype=known.dtype, device=known.device)  # not sharded if that is
-        return PerSampleGradients(shapes, batch.terms, samples, like=like, scale=scale)
+        return PerSampleGradients(
+            shapes, batch.terms, samples, like=like, scale=scale, counted=counted
+        )
 
     @contextmanager
     def rehearsal(self, samples: int | None = None) -> Iterator[None]:
         """A run of the expected batch, or of so many samples, that leaves no trace."""
         before = self.batch
         if samples is None:
-            self._batch = replace(before, graphs=None, terms={}, heard=False)
+            self._batch = replace(before, live=None, graphs=None, terms={}, heard=False)
         else:
             self._batch = _Batch(samples * before.views, before.views)
         try:

@@ -4,8 +4,8 @@ A small step is as slow as the host that launches its kernels one by one. Record
 replayed with two launches. A replay reads and writes the memory of the recording: inputs and the
 gradients of outputs are copied there, parameters stay where they are, and the terms of per-sample
 gradients come out there. So every batch has to be of one size: the loader fills it up with
-stand-ins, whose output gradients are zeros here. As a side effect no time tells how many records
-were drawn.
+stand-ins, whose output gradients are zeros here, and which no sum counts. As a side effect no time
+tells how many records were drawn.
 
 What is random in the model is drawn anew at every replay: torch's generator is known to the graph,
 which takes its seed at the time. Noise and sampling are never part of a graph.
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dpspan.gradients.layers.terms import Term
+from dpspan.gradients.layers.terms import Term, only_first
 from dpspan.gradients.numerics import Arithmetic, plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.support.errors import CaptureError
+from dpspan.support.left_as_found import plain_tensors
 
 if TYPE_CHECKING:
     from dpspan.gradients.capture import Capture
@@ -49,6 +50,7 @@ class _Recording:
     gradients: list[Tensor]  # of those
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
+    counted: Tensor  # (samples,) which of them are no stand-ins
     terms: dict[str, list[Term]]
     sums: dict[str, Tensor] | None
 
@@ -79,6 +81,10 @@ class Graphs:
         self._recordings: dict[Any, _Recording] = {}
         self.sums: dict[str, Tensor] | None = None  # of the batch at hand, if a graph made them
 
+    def forget(self) -> None:
+        """Another batch begins: nothing of the last one counts."""
+        self.sums = None
+
     def take(self, *, copied: bool) -> dict[str, Tensor] | None:
         """The sums of the batch at hand, which the next replay will write over."""
         sums, self.sums = self.sums, None
@@ -95,9 +101,14 @@ class Graphs:
                 "allow: a replay would write over the first call. Leave cuda_graphs out."
             )
         batch.called, self.sums = True, None
+        leaves, structure = tree_flatten((args, kwargs))
+        if any(map(_has_gradient, leaves)):
+            raise CaptureError(
+                "The model is given something that has a gradient, which a replay would not pass "
+                "on. Make the layers before it part of the model, or leave cuda_graphs out."
+            )
         if not capture.on_cuda or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
         kind = self._kind(capture, leaves, structure)
         if kind not in self._recordings:
             self._calls[kind] += 1
@@ -109,12 +120,13 @@ class Graphs:
     def _kind(self, capture: Capture, leaves: list[Any], structure: TreeSpec) -> Any:
         """All that a recording depends on but for the values of tensors."""
         model = capture.model
-        held = (*model.parameters(), *model.buffers())
+        held = (*model.parameters(), *model.buffers(), *plain_tensors(model).values())
+        held += tuple(part for pair in capture.batch.carriers.values() for part in pair)
         return (
             repr(structure),
             tuple(map(_looks, leaves)),
             tuple(module.training for module in model.modules()),
-            tuple((x.data_ptr(), x.requires_grad) for x in held),
+            tuple((x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in held),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             Arithmetic.of(held[0]).factor,
             torch.backends.cudnn.allow_tf32,
@@ -126,6 +138,9 @@ class Graphs:
         static = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(static, structure)
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        batch = capture.batch
+        device = next(x.device for x in static if isinstance(x, Tensor))
+        counted = torch.ones(batch.rows // batch.views, dtype=torch.bool, device=device)
         try:
             with capture.recording(), _no_autocast_cache():
                 with torch.cuda.graph(first):
@@ -135,14 +150,14 @@ class Graphs:
                 gradients = [torch.zeros_like(outputs[i]) for i in ends]
                 with torch.cuda.graph(second, pool=first.pool()):
                     torch.autograd.backward([outputs[i] for i in ends], gradients)
-                    terms, sums = self._made(capture)
+                    terms, sums = self._made(capture, counted)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # its text may show private data
             raise CaptureError(
                 f"The model cannot be recorded as a CUDA graph ({type(error).__name__}): it waits "
                 "for the GPU, or makes tensors on the CPU, while it runs. Leave cuda_graphs out."
-            ) from error
+            ) from None
         return _Recording(
             inputs=[x for x in static if isinstance(x, Tensor)],
             outputs=[x.detach() if isinstance(x, Tensor) else x for x in outputs],
@@ -151,17 +166,21 @@ class Graphs:
             gradients=gradients,
             forward=first,
             backward=second,
+            counted=counted,
             terms=terms,
             sums=sums,
         )
 
     @plain_arithmetic()
-    def _made(self, capture: Capture) -> tuple[dict[str, list[Term]], dict[str, Tensor] | None]:
+    def _made(
+        self, capture: Capture, counted: Tensor
+    ) -> tuple[dict[str, list[Term]], dict[str, Tensor] | None]:
         """What the backward graph leaves behind: the terms, or in their place the sums."""
         batch = capture.batch
         if self._clipped_sum is None:
             return batch.terms, None
-        gradients = capture.gradients(scale=batch.rows // batch.views if self._mean_loss else 1)
+        scale = batch.rows // batch.views if self._mean_loss else 1
+        gradients = capture.gradients(scale=scale, counted=counted)
         batch.terms = {}  # let go, as without a graph: packing must not hold them twice
         return {}, self._clipped_sum(gradients)
 
@@ -187,15 +206,21 @@ class _Behind(torch.autograd.Function):
         capture.check_backward(type(capture.model).__name__, batch)
         if batch.heard:
             raise CaptureError(
-                "backward() was called twice for a batch: with cuda_graphs=True call it once."
+                "With cuda_graphs=True backward() is called once for a batch, and every layer "
+                "inside of the model's own call: this batch has gradients from elsewhere."
             )
         batch.heard = True
+        live = len(recording.counted) if batch.live is None else batch.live
+        recording.counted[:live] = True
+        recording.counted[live:] = False
         for static, grad in zip(recording.gradients, grads, strict=True):
             static.copy_(grad)
-            if batch.live is not None:  # stand-ins have no gradient, even if theirs is not finite
-                static[batch.live * batch.views :].zero_()
+            static[live * batch.views :].zero_()  # not times zero: it may not be finite
         recording.backward.replay()
-        batch.terms = {name: list(terms) for name, terms in recording.terms.items()}
+        batch.terms = {
+            name: [only_first(term, live) for term in terms]
+            for name, terms in recording.terms.items()
+        }
         graphs.sums = recording.sums
         return (None,) * (4 + len(grads))
 
@@ -217,10 +242,11 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _check_ends(ends: list[Tensor], rows: int) -> None:
-    if not ends or any(end.shape[:1] != (rows,) for end in ends):
+    if not ends or any(end.shape[:1] != (rows,) or rows in end.shape[1:] for end in ends):
         raise CaptureError(
             "cuda_graphs=True needs a model whose outputs have one row for each row of the batch, "
-            f"in front (here {rows}); a loss belongs outside of it. Leave cuda_graphs out."
+            f"in front (here {rows}) and in no other dimension; a loss belongs outside of it. Set "
+            "another max_physical_batch_size, or leave cuda_graphs out."
         )
 
 

@@ -83,7 +83,13 @@ class PerSampleGradients:
         *,
         like: Tensor,
         scale: float = 1.0,
+        counted: Tensor | None = None,
     ) -> None:
+        """`counted` (n,) says of each sample whether it may be part of a sum; None: all are.
+
+        The others have bounds without end, and `combine` leaves them out.
+        """
+        self.counted = counted
         self.shapes = dict(shapes)
         self.samples = samples
         self.terms = {name: _total(terms[name]) for name in shapes if terms.get(name)}
@@ -94,6 +100,7 @@ class PerSampleGradients:
     def concatenate(cls, pieces: Sequence[Self]) -> Self:
         """The samples of several batches one after the other."""
         first, *others = pieces
+        assert all(piece.counted is None for piece in pieces)
         if any(piece.shapes != first.shapes or piece.scale != first.scale for piece in others):
             raise ValueError("Expected gradients of the same parameters, scaled alike.")
         if not others:
@@ -122,7 +129,9 @@ class PerSampleGradients:
         """Other gradients of the same samples, alike in everything else."""
         alone = {name: [term] for name, term in terms.items()}
         shapes = self.shapes if shapes is None else shapes
-        return type(self)(shapes, alone, self.samples, like=self.like, scale=self.scale)
+        return type(self)(
+            shapes, alone, self.samples, like=self.like, scale=self.scale, counted=self.counted
+        )
 
     @property
     def device(self) -> torch.device:
@@ -144,7 +153,8 @@ class PerSampleGradients:
         """
         _, bound = self._squared_norms
         # The margin is for the weights, which are rounded to working precision.
-        return self.scale * (1 + 16 * Arithmetic.of(self.like).unit) * bound.sqrt()
+        found = self.scale * (1 + 16 * Arithmetic.of(self.like).unit) * bound.sqrt()
+        return found if self.counted is None else found.masked_fill(~self.counted, torch.inf)
 
     @plain_arithmetic()
     def combine(self, weights: Tensor, *, finite: bool = False) -> dict[str, Tensor]:
@@ -160,6 +170,8 @@ class PerSampleGradients:
             )
         weights = (weights * self.scale).to(self.like)
         unused = ~usable_weights(weights)
+        if self.counted is not None:
+            unused = unused | ~self.counted
         weights = weights.masked_fill(unused, 0.0)
         dropped: Tensor | None = unused
         # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.

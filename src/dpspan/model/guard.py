@@ -48,7 +48,8 @@ class Guard:
     ) -> None:
         self._module, self._criterion, self._capture = module, criterion, capture
         self._views, self._mean_loss, self._warn = views, mean_loss, warn
-        self._samples = self._batches = 0  # batches with samples that could be mixed
+        self._drawn = self._samples = 0  # records of the batch, and with those that fill it up
+        self._batches = 0  # with samples that could be mixed
         self._handed = self._used = 0  # batches of this epoch, and those that a step followed
         self._due = self._probing = False
         self._refused: str | None = None  # what a batch has changed stays changed
@@ -62,6 +63,7 @@ class Guard:
         self._stepped: _Snapshot | None = None  # weights as the optimizer left them
         self._handed_over: list[Tensor] = []
         self._order_known = views == 1
+        self._filled_up = self._rows_known = False
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
         self._checked = True  # between batches: what the model sees then is public
@@ -79,13 +81,15 @@ class Guard:
 
     # -- the life of a batch --------------------------------------------------------------------
 
-    def expect(self, samples: int, *, new_epoch: bool) -> None:
+    def expect(self, samples: int, *, rows: int | None = None, new_epoch: bool) -> None:
+        """A batch of so many samples, filled up to `rows` with stand-ins that come last."""
         self._check_weights()
         if new_epoch:
             self._check_use()
             self._handed = self._used = 0
         self._handed += 1
-        self._samples, self._checked = samples, False
+        self._drawn, self._samples, self._checked = samples, rows or samples, False
+        self._filled_up |= rows is not None
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
         look = self._due or fresh_seed() % _RARELY == 0
@@ -105,8 +109,8 @@ class Guard:
             changed = self._written_past_autograd()
         self._refuse(changed)
         self._used += 1
-        self._taken |= self._samples > 1
-        if self._samples > 1 and not self._probed_modes:
+        self._taken |= self._drawn > 1
+        if self._drawn > 1 and not self._probed_modes:
             self._warn(
                 "a step was taken before the model could be checked to keep samples apart: it was "
                 "not called as a whole on the batch, or no gradient was finite"
@@ -140,6 +144,11 @@ class Guard:
                 "after the other (torch.stack(views, 1).flatten(0, 1)); if they come view after "
                 "view (torch.cat), a record counts more than once"
             )
+        if self._taken and self._filled_up and not self._rows_known:
+            self._warn(
+                "cuda_graphs: it could not be checked that the rows of a batch keep their order in "
+                "the training loop; if they do not, records that fill up a batch may count"
+            )
         passed = self._check_loss is not None and self._check_loss.passed
         if self._taken and not self._loss_known and not passed:
             self._warn(
@@ -159,7 +168,7 @@ class Guard:
         """Probe the model; notice inputs of varying length."""
         refuse_wrapped_call(module)
         samples, rows = self._samples, self._samples * self._views
-        if self._probing or not self._watching or samples < 2:
+        if self._probing or not self._watching or self._drawn < 2:
             return
         call = args, kwargs
         batch, others = isolation.call_paths(call, rows)
@@ -245,7 +254,16 @@ class Guard:
         self._check_loss((args, kwargs), self._samples, due=self._due and not self._checked)
 
     def _look_at_order(self, rows: Tensor) -> None:
-        """Rows of one record must come one after the other."""
+        """Rows of one record must come one after the other, and stand-ins last."""
+        if self._due and self._filled_up and len(rows) == self._samples * self._views:
+            last = stand_ins_come_last(rows.unflatten(0, (-1, self._views)), self._drawn)
+            if last is False:
+                raise CaptureError(
+                    "The training loop puts the rows of a batch into another order, but with "
+                    "cuda_graphs=True the last ones are those that do not count. Leave the order "
+                    "as it is (a collate_fn may choose it), or leave cuda_graphs out."
+                )
+            self._rows_known |= bool(last)
         for given in self._handed_over:
             order = order_of_views(given, rows, self._views)
             if order == "view":
@@ -361,6 +379,20 @@ class _OfACopy(Hook):
                 "make_private returned; call copies under torch.no_grad(), or freeze them with "
                 "requires_grad_(False)."
             )
+
+
+def stand_ins_come_last(rows: Tensor, live: int) -> bool | None:
+    """Whether the rows behind the first `live` are still the copies of the first that they were.
+
+    None if it cannot be seen: augmented at random they are copies no more. False if the copies are
+    somewhere else.
+    """
+    flat = rows.detach().flatten(1).nan_to_num()
+    *_, group, counts = torch.unique(flat, dim=0, return_inverse=True, return_counts=True)
+    copies = len(rows) - live
+    if copies and bool((group[live:] == group[0]).all()):
+        return True
+    return False if copies > 1 and int(counts.max()) > copies else None
 
 
 def order_of_views(given: Tensor, rows: Tensor, views: int) -> str | None:
