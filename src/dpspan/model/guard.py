@@ -63,7 +63,8 @@ class Guard:
         self._stepped: _Snapshot | None = None  # weights as the optimizer left them
         self._handed_over: list[Tensor] = []
         self._order_known = views == 1
-        self._filled_up = self._rows_known = False
+        self._filled_up = 0  # batches with stand-ins, of which the first and then ever fewer
+        self._fill_due = self._rows_known = False  # are looked at: is their order known?
         self._outputs: list[Tensor] = []
         self._loss_known = self._taken = self._over = False
         self._checked = True  # between batches: what the model sees then is public
@@ -89,7 +90,9 @@ class Guard:
             self._handed = self._used = 0
         self._handed += 1
         self._drawn, self._samples, self._checked = samples, rows or samples, False
-        self._filled_up |= rows is not None
+        filled_up = samples > 1 and self._samples > samples
+        self._filled_up += filled_up
+        self._fill_due = filled_up and self._filled_up.bit_count() == 1
         self._batches += samples > 1
         self._due = samples > 1 and self._batches.bit_count() == 1
         look = self._due or fresh_seed() % _RARELY == 0
@@ -255,7 +258,7 @@ class Guard:
 
     def _look_at_order(self, rows: Tensor) -> None:
         """Rows of one record must come one after the other, and stand-ins last."""
-        if self._due and self._filled_up and len(rows) == self._samples * self._views:
+        if self._fill_due and len(rows) == self._samples * self._views:
             last = stand_ins_come_last(rows.unflatten(0, (-1, self._views)), self._drawn)
             if last is False:
                 raise CaptureError(
