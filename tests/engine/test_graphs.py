@@ -117,7 +117,7 @@ def test_an_empty_draw_is_a_batch_like_any_other() -> None:
 
 def test_the_size_comes_from_public_numbers() -> None:
     engine, *_ = setup(cuda_graphs=True, sample_rate=0.1, expected_batch_size=1000.0)
-    assert engine.plan.most_at_once == 1080
+    assert engine.plan.most_at_once() == 1080
 
 
 def test_a_model_that_is_called_twice_is_refused() -> None:

@@ -1,4 +1,7 @@
-"""Several processes, and the wrappers that use several devices, are refused by name."""
+"""What works in one process only is refused in several, and so are wrappers for many devices.
+
+How several train one model together is in test_distributed.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,11 @@ def comparison() -> None:
     compare(task, [plain], out="nowhere")
 
 
-DOORS: dict[str, Callable[[], Any]] = {
+ENGINE: dict[str, Callable[[], Any]] = {
     "make_private": setup,
     "make_private_with_epsilon": lambda: private_with_epsilon(PrivacyEngine(accountant="rdp")),
+}
+DOORS: dict[str, Callable[[], Any]] = {
     "train": lambda: run_training("no such file"),
     "fit": fit,
     "choose_public": choose,
@@ -61,6 +66,17 @@ def test_under_torchrun(door: str, variables: dict[str, str], monkeypatch: Any) 
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=REFUSED):
         DOORS[door]()
+
+
+@pytest.mark.parametrize("door", ENGINE)
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2", "RANK": "0"}, {"RANK": "1"}])
+def test_strangers_are_introduced_first(
+    door: str, variables: dict[str, str], monkeypatch: Any
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"do not know each other yet.*init_process_group\(\)"):
+        ENGINE[door]()
 
 
 @pytest.mark.parametrize("variables", [{"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": "sergeant"}])
@@ -94,7 +110,7 @@ def test_a_group_that_is_made_later_is_noticed_at_the_first_batch(
 ) -> None:
     engine, *run = setup()
     group(2)
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with pytest.raises(RuntimeError, match="was initialised after make_private"):
         train(*run)
     assert engine.ledger.steps == 0
 

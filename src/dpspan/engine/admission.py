@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, default_collate
 
+from dpspan.engine.plan import Plan
 from dpspan.engine.private_step import PrivateRun, check_optimizer
 from dpspan.gradients.capture import captures_on
 from dpspan.mechanisms.base import Mechanism, Method, Setting
@@ -22,19 +24,19 @@ from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.processes import refuse_several_processes
+from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
 
 _ROUNDS = 2  # the record first, and last
 _ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
 _OTHERS = 3  # records in company
+_SHOWN = 32  # records by which processes compare their datasets
 
 
 def check_parts(
     module: nn.Module, optimizer: Optimizer, criterion: nn.Module | None, loss_reduction: str
 ) -> None:
     """Refuse a model, an optimizer or a loss for which the guarantee would not hold."""
-    refuse_several_processes()
     refuse_wrappers(module)
     check_criterion(criterion, loss_reduction, module)
     validate(module)
@@ -47,6 +49,49 @@ def check_parts(
             "The model or the optimizer belongs to another private run: call detach() on its "
             "engine first, or build new ones."
         )
+
+
+def same_beginning(
+    processes: Processes,
+    plan: Plan,
+    module: nn.Module,
+    loader: DataLoader[Any],
+    warn: Callable[[str], None],
+) -> None:
+    """One plan, the same records and the first process's weights in all; or an error in all."""
+    if processes.world == 1:
+        return
+    shapes = {name: tuple(x.shape) for name, x in weights_of(module).items()}
+    processes.agree(
+        {"plan": plan.describe(), "number of records": plan.sampling.records, "model": shapes}
+    )
+    # If position i meant other records, one of them could take part twice in one batch.
+    records: Any = loader.dataset
+    shown = processes.same((shuffled(len(records))[:_SHOWN].tolist(), fresh_seed()))
+    with processes.together():
+        digests = {_digest(loader, *shown) for _ in range(2)}
+    first = processes.same(digests)
+    if len(digests) > 1 or len(first) > 1:  # random in a way that no seed controls
+        warn("it could not be checked that all processes have the same records in the same order")
+    with processes.together():
+        if len(digests) == len(first) == 1 and digests != first:
+            raise ValueError(
+                f"Process {processes.rank} has other records than the first, or in another "
+                "order: a record could take part twice in a batch. Read the same files in the same "
+                "order everywhere (sorted names; random_split with a seeded generator)."
+            )
+    processes.make_same(weights_of(module).values())
+
+
+def _digest(loader: DataLoader[Any], positions: Sequence[int], seed: int) -> bytes:
+    """Of some records as the loop gets them, with the same random numbers."""
+    dataset: Any = loader.dataset
+    with seeded(seed):
+        batch = loader.collate_fn([dataset[i] for i in positions])
+    found = hashlib.sha256()
+    for path, x in tensors_of(batch).items():
+        found.update(path.encode() + x.detach().cpu().contiguous().numpy().tobytes())
+    return found.digest()
 
 
 def check_device(module: nn.Module) -> None:

@@ -6,8 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -15,7 +15,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
-from dpspan.engine.admission import PublicUse, admit_public, check_parts
+from dpspan.engine.admission import PublicUse, admit_public, check_parts, same_beginning
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.plan import Plan, plan_run, plan_sampling
 from dpspan.engine.private_step import PrivateRun
@@ -23,6 +23,7 @@ from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method, Setting
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count
+from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.errors import CaptureError
 from dpspan.support.moved import without_retired_options
 
@@ -35,8 +36,9 @@ class PrivacyEngine:
     """Makes one training run differentially private and keeps its books.
 
     `ledger` shares a budget with other releases from the same data. `debug_seed` fixes noise and
-    sampling; the certificate then says that the run is not private. `secure_mode` is Opacus'
-    and refused when set.
+    sampling; the certificate then says that the run is not private. Where torch.distributed knows
+    several processes, they train one model together, or those of the group `processes` do.
+    `secure_mode` is Opacus' and refused when set.
 
     Examples:
         >>> import torch
@@ -77,6 +79,7 @@ class PrivacyEngine:
         accountant: str = "pld",
         ledger: Ledger | None = None,
         debug_seed: int | None = None,
+        processes: ProcessGroup | None = None,
         secure_mode: bool = False,
     ) -> None:
         if secure_mode:
@@ -86,9 +89,10 @@ class PrivacyEngine:
                 "what that does and does not cover."
             )
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
-        self._seed = debug_seed
+        self._seed, self._group = debug_seed, processes
         if debug_seed is not None:
             self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
+        self._processes = Processes()
         self._run: PrivateRun | None = None
 
     def make_private(
@@ -146,20 +150,24 @@ class PrivacyEngine:
                 "so that both spend from the same budget."
             )
         method = DPSGD() if method is None else method
-        plan = plan_run(
-            module=module,
-            data_loader=data_loader,
-            method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
-            noise_multiplier=noise_multiplier,
-            non_private=non_private,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            sample_rate=sample_rate,
-            expected_batch_size=expected_batch_size,
-            views=views,
-            accountant=self.ledger.accountant,
-        )
-        check_parts(module, optimizer, criterion, loss_reduction)
+        self._processes = processes = Processes.of_this_run(self._group)
+        processes.hear = self._warn
+        with processes.together():
+            plan = plan_run(
+                module=module,
+                data_loader=data_loader,
+                method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
+                noise_multiplier=noise_multiplier,
+                non_private=non_private,
+                loss_reduction=loss_reduction,
+                poisson_sampling=poisson_sampling,
+                sample_rate=sample_rate,
+                expected_batch_size=expected_batch_size,
+                views=views,
+                accountant=self.ledger.accountant,
+            )
+            check_parts(module, optimizer, criterion, loss_reduction)
+        same_beginning(processes, plan, module, data_loader, self._warn)
         setting = Setting(
             model=module,
             criterion=criterion,
@@ -167,15 +175,23 @@ class PrivacyEngine:
             expected_batch_size=plan.expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
             warn=self._warn,
+            processes=processes,
         )
-        mechanism = plan.method.bind(setting)
-        draws = None if self._seed is None else np.random.default_rng(self._seed)
         if cuda_graphs and max_physical_batch_size is None:
-            max_physical_batch_size = plan.most_at_once
-        loader = PrivateLoader(
-            data_loader, plan.sampling, max_physical_batch_size, draws, padded=cuda_graphs
-        )
-        public = admit_public(plan.method, mechanism, setting, data_loader, warm_start)
+            max_physical_batch_size = plan.most_at_once(processes.world)
+        with processes.together():
+            mechanism = plan.method.bind(setting)
+            loader = PrivateLoader(
+                data_loader,
+                plan.sampling,
+                max_physical_batch_size,
+                seed=self._seed,
+                padded=cuda_graphs,
+            )
+            public = admit_public(plan.method, mechanism, setting, data_loader, warm_start)
+        loader.spread_over(processes)
+        processes.agree({"public data": [use.data.digest for use in public]})
+        processes.make_same(weights_of(module).values())  # after the warm start
         plan = dataclasses.replace(plan, public=tuple(map(str, public)))
         self._put_on_record(plan, public)
         self._run = PrivateRun(
@@ -226,6 +242,7 @@ class PrivacyEngine:
         z = calibrate_event(
             sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
         )
+        z = Processes.of_this_run(self._group).same(z)  # to the last digit
         if ledger.budget not in (None, budget):
             raise ValueError(
                 f"The ledger already has a budget of {ledger.budget}. Ask for that target, or "
@@ -291,8 +308,9 @@ class PrivacyEngine:
         return certificate(self.ledger, delta=delta, training=training)
 
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
-        """Write `certificate()` to a file."""
-        return write_certificate(path, self.certificate(delta))
+        """Write `certificate()` to a file; of several processes the first one does."""
+        document = self.certificate(delta)
+        return write_certificate(path, document) if self._processes.is_first else Path(path)
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """What the method noted while training, from public data and released results only.
@@ -308,7 +326,10 @@ class PrivacyEngine:
     def _warn(self, message: str) -> None:
         """To the operator, once, and to the certificate."""
         if message not in self.ledger.warnings:
-            warnings.warn(f"dpspan: {message}.", stacklevel=2)
+            if self._processes.is_first:
+                warnings.warn(f"dpspan: {message}.", stacklevel=2)
+            else:  # the first one hears of it, and tells
+                self._processes.untold.append(message)
         self.ledger.warn(message)
 
     def state_dict(self) -> dict[str, Any]:
@@ -347,7 +368,7 @@ class PrivacyEngine:
             run.mechanism.load_state_dict(state["mechanism"])
             run.loader.load_state_dict(state["loader"])
             self.ledger.load_state_dict(state["ledger"])
-            run.guard.forget_weights()
+            run.go_on()
         except Exception:
             run.mechanism.load_state_dict(mechanism)
             run.loader.load_state_dict(loader)
@@ -363,7 +384,8 @@ class PrivacyEngine:
     ) -> Path | None:
         """Write engine, model, optimizer and `checkpoint_dict` to one file, all or nothing.
 
-        Or into a file that is open for bytes, such as `io.BytesIO()`.
+        Or into a file that is open for bytes, such as `io.BytesIO()`. Of several processes the
+        first one writes; all of them load.
         """
         content = {
             "engine": self.state_dict(),
@@ -371,7 +393,7 @@ class PrivacyEngine:
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "checkpoint_dict": checkpoint_dict or {},
         }
-        return save_file(path, content)
+        return save_file(path, content) if self._processes.is_first else None
 
     def load_checkpoint(
         self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None

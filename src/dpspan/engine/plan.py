@@ -50,14 +50,13 @@ class Plan:
         """What is charged before a release: one step, or an epoch of a partition."""
         return self.sampling.event(self.noise_multiplier)
 
-    @property
-    def most_at_once(self) -> int:
+    def most_at_once(self, processes: int = 1) -> int:
         """The size of padded pieces: a draw is larger in about one step of a hundred.
 
         Such a draw takes another piece. From public numbers only.
         """
         expected = self.expected_batch_size
-        return math.ceil((expected + _SPREAD * math.sqrt(expected)) / 8) * 8
+        return math.ceil((expected + _SPREAD * math.sqrt(expected)) / processes / 8) * 8
 
     def epsilon(self, epochs: int | None = None, delta: float | None = None) -> float:
         """ε of so many epochs, by default those asked for, beside what the ledger holds."""

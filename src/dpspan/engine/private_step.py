@@ -1,7 +1,8 @@
 """One private run at work: from a sampled batch to param.grad.
 
-Pieces of a logical batch are clipped and added up; after the last piece the step is entered in the
-ledger, noise is drawn once, and the noisy mean becomes param.grad for any torch optimizer.
+Pieces of a logical batch are clipped and added up, and so are the sums of several processes; after
+the last piece the step is entered in the ledger, noise is drawn once, and the noisy mean becomes
+param.grad for any torch optimizer.
 """
 
 from contextlib import suppress
@@ -18,11 +19,12 @@ from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.numerics import plain_arithmetic
+from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Gradient, Mechanism, Setting, Sums
 from dpspan.mechanisms.noise import Noise
 from dpspan.model.guard import Guard
+from dpspan.support.distributed import weights_of
 from dpspan.support.errors import CaptureError
-from dpspan.support.processes import refuse_several_processes
 
 
 class PrivateRun:
@@ -41,7 +43,7 @@ class PrivateRun:
         cuda_graphs: bool,
     ) -> None:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
-        self._module, self._ledger = setting.model, ledger
+        self._module, self._ledger, self.processes = setting.model, ledger, setting.processes
         self._noise = Noise(None if seed is None else seed + 1)  # not the numbers of the sampling
         self._capture = Capture(self._module)
         self._mean_loss = plan.loss_reduction == "mean"
@@ -59,6 +61,7 @@ class PrivateRun:
         )
         self._piece: Piece | None = None
         self._total: Sums = {}
+        self._steps = 0  # of this process
         self._charged_passes: set[int] = set()
         self._last_digest: str | None = None  # of the weights as the run left them
         self._step_hooks = [
@@ -70,8 +73,30 @@ class PrivateRun:
 
     def on_piece(self, piece: Piece) -> None:
         """A piece of a batch is about to be handed to the training loop."""
-        refuse_several_processes()  # torch.distributed may have been initialised since
+        self.processes.refuse_late_group()
         new_epoch = piece.first and self.loader.position == 0
+        with self.processes.together(place=self.loader.passes << 32 | self.loader.pieces):
+            self._let_go(new_epoch)
+        if piece.first:  # whatever an abandoned batch left behind was never released
+            self._total = {}
+            self._compare_processes()
+        self._piece = piece
+        with self.processes.together():
+            rows = piece.size if piece.padded else None
+            self.guard.expect(piece.samples, rows=rows, new_epoch=new_epoch)
+        # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
+        # dropped, as is what stand-ins bring that fill up a padded piece.
+        self._capture.expect(
+            piece.size,
+            views=self.plan.views,
+            live=piece.samples if piece.padded else None,
+            discard=piece.samples == 0 and not piece.padded,
+            carriers=self.mechanism.carriers(),
+            graphs=self._graphs,
+        )
+
+    def _let_go(self, new_epoch: bool) -> None:
+        """Forget the piece before; an error if it had something to add."""
         lost = self._piece is not None and self._capture.heard
         self._piece = None
         self._capture.disarm()
@@ -83,22 +108,19 @@ class PrivateRun:
                 "gradients would be lost. Call optimizer.step() for every batch of the loader. To "
                 "gather a large batch from small pieces, pass max_physical_batch_size instead."
             )
-        if piece.first:  # whatever an abandoned batch left behind was never released
-            self._total = {}
-        self._piece = piece
-        self.guard.expect(
-            piece.samples, rows=piece.size if piece.padded else None, new_epoch=new_epoch
+
+    def _compare_processes(self) -> None:
+        """At the first step, and then ever more rarely: do all have the same books and weights?"""
+        if self.processes.world == 1 or self._steps.bit_count() > 1:
+            return
+        self.processes.agree(
+            {
+                "number of charged steps": self._ledger.steps,
+                "place in the data": self.loader.state_dict(),
+            }
         )
-        # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
-        # dropped, as is what stand-ins bring that fill up a padded piece.
-        self._capture.expect(
-            piece.size,
-            views=self.plan.views,
-            live=piece.samples if piece.padded else None,
-            discard=piece.samples == 0 and not piece.padded,
-            carriers=self.mechanism.carriers(),
-            graphs=self._graphs,
-        )
+        if self.processes.keep_same(weights_of(self._module)):
+            self.guard.forget_weights()  # they were set right by a hair's breadth
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,29 +143,57 @@ class PrivateRun:
     @plain_arithmetic()
     def _step(self) -> None:
         """One step, or, before the last piece of a batch, what this piece adds to it."""
-        piece, gradients = self._collect()
+        processes = self.processes
+        with processes.together():
+            piece, gradients = self._collect()
         self.mechanism.prepare(self._capture)  # the public pass, if one is due
+        with processes.together():
+            self._add(self._clipped_sum(piece, gradients))
+            del gradients  # what they were made of is not needed any more
+            if not piece.last:
+                self._hand_over({})  # torch optimizers leave parameters without a gradient alone
+            else:
+                self._charge()  # before anything is released; raises if the budget refuses it
+        if not piece.last:
+            return
+        total, self._total = processes.add_up(self._total), {}
+        released = self._release(total)
+        gradient = self.mechanism.gradient(released)  # post-processing
+        torch._foreach_div_(list(gradient.values()), self.plan.expected_batch_size)
+        self._hand_over(gradient)
+        self._steps += 1
+
+    def _clipped_sum(self, piece: Piece, gradients: PerSampleGradients) -> Sums:
         part = None if self._graphs is None else self._graphs.take(copied=not piece.last)
         if part is None:
-            part = self.mechanism.clipped_sum(gradients)
-        elif gradients.terms:
+            return self.mechanism.clipped_sum(gradients)
+        if gradients.terms:
             raise CaptureError(
                 f"'{next(iter(gradients.terms))}' was used outside of the model's own call, so its "
                 "gradient is not among the recorded ones. Leave cuda_graphs out."
             )
-        self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
-        del gradients  # what they were made of is not needed any more
-        if not piece.last:
-            self._hand_over({})  # torch optimizers leave parameters without a gradient alone
-            return
-        total, self._total = self._total, {}  # in one process the sum over processes is its own
-        self._charge()  # before anything is released; raises if the budget does not allow it
-        released = self.mechanism.release(total, self._noise, self.plan.noise_multiplier)
-        gradient = self.mechanism.gradient(released)  # post-processing
-        torch._foreach_div_(list(gradient.values()), self.plan.expected_batch_size)
-        self._hand_over(gradient)
+        return part
 
-    def _collect(self) -> tuple[Piece, Any]:
+    def _add(self, part: Sums) -> None:
+        self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
+
+    def _release(self, total: Sums) -> Sums:
+        """By the first process alone: the others hold no sum over all samples, and no noise."""
+        if self.processes.world == 1:
+            return self.mechanism.release(total, self._noise, self.plan.noise_multiplier)
+        released = total
+        with self.processes.together():
+            if self.processes.is_first:
+                released = self.mechanism.release(total, self._noise, self.plan.noise_multiplier)
+            known, made = ({n: (x.shape, x.dtype) for n, x in s.items()} for s in (total, released))
+            if made != known:
+                raise TypeError(
+                    f"{type(self.mechanism).__name__}.release changes names or shapes of the sums, "
+                    "so other processes cannot receive it. Do that in gradient()."
+                )
+        return self.processes.spread(released)
+
+    def _collect(self) -> tuple[Piece, PerSampleGradients]:
         """The piece at hand and its gradients, once everything about them has been checked."""
         piece, self._piece = self._piece, None
         if piece is None:
@@ -167,6 +217,11 @@ class PrivateRun:
             # Whatever else has a gradient, a weight frozen after backward() say, has none of ours.
             value = gradient.get(name)
             parameter.grad = None if value is None else value.to(parameter.dtype)
+
+    def go_on(self) -> None:
+        """A saved state was loaded: weights may be others, and processes are compared again."""
+        self.guard.forget_weights()
+        self._steps = 0
 
     def weights_digest(self) -> str:
         """Of the weights now, or as the run left them."""

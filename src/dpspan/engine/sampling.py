@@ -6,6 +6,7 @@ sampling of the user's `DataLoader` and keeps everything else of it.
 """
 
 import math
+import secrets
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
@@ -29,6 +30,7 @@ from torch.utils.data import (
 from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.public.data import batches_of
 from dpspan.support.checks import check_count, expect
+from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
 
@@ -117,21 +119,27 @@ class Piece(NamedTuple):
 
 
 def _cut(
-    batches: Iterable[Tensor], limit: int | None, padded: bool, pieces: deque[Piece]
+    batches: Iterable[Tensor],
+    limit: int | None,
+    padded: bool,
+    pieces: deque[Piece],
+    processes: Processes,
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
+    Of several processes each takes every W-th record, and as many pieces as the others.
     A `padded` one will be filled up to exactly that many. For an empty one record 0 stands in, and
     the engine drops what it contributes. An empty step must run like any other: its noise, its step
     and its event are part of the mechanism. But models and loops fail on tensors of length zero
     (`x.view(len(x), -1)`, means that become NaN).
     """
     for batch in batches:
-        indices = batch.tolist()
-        size = limit or max(1, len(indices))
-        for start in range(0, max(1, len(indices)), size):
+        most = max(1, math.ceil(len(batch) / processes.world))  # records of any process
+        indices = batch[processes.rank :: processes.world].tolist()
+        size = limit or most
+        for start in range(0, most, size):
             part = indices[start : start + size]
-            held, last = size if padded else max(1, len(part)), start + size >= len(indices)
+            held, last = size if padded else max(1, len(part)), start + size >= most
             pieces.append(Piece(len(part), held, padded, start == 0, last))
             yield part or [0]
 
@@ -171,6 +179,7 @@ class PrivateLoader:
     one whose last piece was handed over; at `on_piece` the coming step is not counted yet, so an
     epoch starts where `piece.first` and `position == 0`. Leaving an epoch early ends it. `passes`
     counts the iterations that began; unlike `epoch` it never goes back, whatever state is loaded.
+    `pieces` counts those of the running one.
 
     While it is iterated, Python, numpy and torch draw from OS entropy, in workers too: dropout and
     augmentation by a known seed would void the guarantee (see `randomness`).
@@ -194,16 +203,16 @@ class PrivateLoader:
         loader: DataLoader[Any],
         draw: Draw,
         max_physical_batch_size: int | None = None,
-        generator: np.random.Generator | None = None,
         *,
+        seed: int | None = None,
         padded: bool = False,
     ) -> None:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
 
         `padded` pieces all have the physical size: what is missing is filled up with stand-ins.
 
-        `generator` is for debugging: whoever knows its seed knows who took part in which step.
-        By default the seed comes from OS entropy, and so does whatever else is drawn meanwhile.
+        `seed` is for debugging: whoever knows it knows who took part in which step. By default it
+        comes from OS entropy, and so does whatever else is drawn meanwhile.
         """
         if draw.records != (records := records_of(loader)):
             raise ValueError(f"Expected draw.records {records}, the dataset's, got {draw.records}.")
@@ -213,12 +222,12 @@ class PrivateLoader:
         self.max_physical_batch_size, self._padded = max_physical_batch_size, padded
         self.on_piece: Callable[[Piece], None] = lambda _: None
         self.on_batch: Callable[[Any], None] = lambda _: None
-        self.epoch = self.position = self.passes = 0
+        self.epoch = self.position = self.passes = self.pieces = 0
         self._resuming = False
-        self._fresh = generator is None
-        # numpy seeds with 128 bits of OS entropy. torch's CPU generator keeps 32 bits of any seed:
-        # few enough to try them all and learn who took part in which step.
-        self._generator = generator or np.random.default_rng()
+        self._fresh, self._processes = seed is None, Processes()
+        # 128 bits, for numpy. torch's CPU generator keeps 32 bits of any seed: few enough to try
+        # them all and learn who took part in which step. Never saved.
+        self._secret = secrets.randbits(128) if seed is None else seed
         self._seed: int | None = None  # of torch, for the piece at hand
         self._feed = _Feed()
         begin = FreshWorker(loader.worker_init_fn) if self._fresh else loader.worker_init_fn
@@ -235,6 +244,10 @@ class PrivateLoader:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
+
+    def spread_over(self, processes: Processes) -> None:
+        """Draw the same batches as the others do, and take a part of each."""
+        self._processes, self._secret = processes, processes.same(self._secret)
 
     @property
     def max_physical_batch_size(self) -> int | None:
@@ -256,10 +269,14 @@ class PrivateLoader:
             self.position = 0
         self._resuming = False
         # Counted here, at the first batch: iterators made side by side must not share a number.
-        self.passes += 1
+        self.passes, self.pieces = self.passes + 1, 0
         pieces: deque[Piece] = deque()
-        steps = islice(self.draw.epoch(self._generator), len(self) - self.position)
-        source = self._feed.source = _cut(steps, self.max_physical_batch_size, self._padded, pieces)
+        # By the number of the pass, as a stream would be read further ahead in one process than in
+        # another when an epoch is left early.
+        generator = np.random.default_rng([self._secret, self.passes])
+        steps = islice(self.draw.epoch(generator), len(self) - self.position)
+        limit = self.max_physical_batch_size
+        source = self._feed.source = _cut(steps, limit, self._padded, pieces, self._processes)
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)
@@ -272,6 +289,7 @@ class PrivateLoader:
                 piece = pieces.popleft()  # a DataLoader returns batches in the order it asked
                 if piece.padded:
                     batch = filled_up(batch, max(1, piece.samples), piece.size)
+                self.pieces += 1
                 self.on_piece(piece)
                 self.on_batch(batch)
                 self.position += piece.last

@@ -14,6 +14,7 @@ from dpspan.mechanisms.clipping import ClippingRule, FlatClipping
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, describe
+from dpspan.support.distributed import Processes
 
 EMBEDDING = SmallGradient("embedding")  # names the coordinates in a subspace
 
@@ -38,6 +39,7 @@ class Setting:
     expected_batch_size: float = 1.0  # the configured one: the size that was drawn is private
     max_physical_batch_size: int | None = None
     warn: Callable[[str], None] = lambda _: None  # to the operator and the certificate
+    processes: Processes = field(default_factory=Processes)  # those that train the model together
 
 
 class Mechanism(Protocol):
@@ -70,7 +72,11 @@ class Mechanism(Protocol):
         ...
 
     def release(self, total: Sums, noise: Noise, noise_multiplier: float) -> Sums:
-        """The sums of a whole batch with noise: all that leaves a step."""
+        """The sums of a whole batch with noise, by the same names: all that leaves a step.
+
+        Of several processes the first alone is asked, and the others get what it released; so this
+        is no place for state that `gradient` needs.
+        """
         ...
 
     def gradient(self, released: Sums) -> Gradient:

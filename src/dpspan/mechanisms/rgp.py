@@ -42,6 +42,7 @@ from dpspan.mechanisms.carriers import (
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
 from dpspan.support.checks import check_count, describe
+from dpspan.support.distributed import Processes
 
 _NAMED: dict[str, CarrierSource] = {
     "history": History(),
@@ -99,7 +100,7 @@ class RGP(Method):
         return _NAMED[self.carriers] if isinstance(self.carriers, str) else self.carriers
 
     def bind(self, setting: Setting) -> SteppedMechanism:
-        return RGPMechanism(self, setting.model)
+        return RGPMechanism(self, setting.model, setting.processes)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "carriers": describe(self.source)}
@@ -110,9 +111,9 @@ class RGPMechanism(SteppedMechanism):
 
     stays_in_place = True  # carriers are written over
 
-    def __init__(self, method: RGP, model: nn.Module) -> None:
+    def __init__(self, method: RGP, model: nn.Module, processes: Processes) -> None:
         super().__init__()
-        self._method = method
+        self._method, self._processes = method, processes
         self._head = set() if method.head_scale is None else head_of(model)
         self._weights = carried_weights(model, method.rank, method.layers, self._head)
         self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
@@ -128,6 +129,8 @@ class RGPMechanism(SteppedMechanism):
             fresh = carriers_of(
                 now, self._first, method.source, method.rank, step=self.step, seed=method.seed
             )
+            # Where a weight has hardly moved, its directions are those of rounding.
+            self._processes.make_same(x for carrier in fresh.values() for x in carrier)
             self._carriers, self._present = written_over(self._carriers, fresh), True
         return self._carriers
 

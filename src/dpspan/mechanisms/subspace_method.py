@@ -86,7 +86,7 @@ class SubspaceMethod(Method):
     def source(self, setting: Setting) -> SpanSource:
         """Where the subspaces of this run come from."""
         if self.subspace is not None:
-            return RandomSpan(setting.model, self.subspace)
+            return RandomSpan(setting.model, self.subspace, setting.processes)
         assert self.rank is not None
         gradients = PublicGradientSource(
             model=setting.model,
@@ -102,7 +102,12 @@ class SubspaceMethod(Method):
         shapes = {n: p.shape for n, p in setting.model.named_parameters() if p.requires_grad}
         grouped(shapes, self.groups)
         return PublicSpan(
-            gradients, rank=self.rank, groups=self.groups, solver=self.solver, warn=setting.warn
+            gradients,
+            rank=self.rank,
+            groups=self.groups,
+            solver=self.solver,
+            warn=setting.warn,
+            processes=setting.processes,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -128,7 +133,8 @@ class SubspaceMechanism(SteppedMechanism):
         super().__init__(diagnose=method.diagnose)
         self._clip, self._clipping = method.clip_norm, method.clipping
         self._source, self._refresh = method.source(setting), method.refresh
-        self._products = self.passes * setting.expected_batch_size * method.refresh
+        own = setting.expected_batch_size / setting.processes.world  # samples of this process
+        self._products = self.passes * own * method.refresh
         self._span: GroupedSubspace | None = None
         self._number = -1  # of the present subspace
         self._earlier: GroupedSubspace | None = None

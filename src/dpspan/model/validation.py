@@ -176,7 +176,7 @@ def refuse_wrapped_call(called: nn.Module) -> None:
 
 def _refuse(wrapper: str, what: str) -> None:
     raise UnsupportedModule(
-        f"{what} is wrapped in {wrapper}, which splits batches and adds up gradients before they "
-        "are clipped. Train the module inside it, on one device: pass it to make_private as it is, "
-        "and leave it so."
+        f"{what} is wrapped in {wrapper}, which adds up gradients before they are clipped. Pass "
+        "the module inside it to make_private, and leave it so: with torch.distributed initialised, "
+        "several processes train it together as it is."
     )

@@ -24,6 +24,7 @@ from dpspan.subspaces.solvers import Solver
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, expect
 from dpspan.support.device_facts import Health
+from dpspan.support.distributed import Processes
 
 # A basis written out may take this much memory; beyond it coefficients have to do.
 _CPU_BASIS_BYTES = 256 * 2**20
@@ -84,6 +85,7 @@ class PublicSpan:
     groups: Groups
     solver: Solver
     warn: Callable[[str], None]
+    processes: Processes = field(default_factory=Processes)
     _last: dict[Names, Tensor] = field(default_factory=dict)  # coefficients of the last subspace
     _health: Health = field(default_factory=Health)
     _warned: bool = False  # of a reduced rank, which may change from step to step
@@ -100,20 +102,26 @@ class PublicSpan:
 
         How many products with gradients it will be used for decides how it is best written.
         """
-        gradients = self.gradients(refresh, capture)
-        groups = grouped(gradients.shapes, self.groups)
-        parts = {
-            names: Subspace.from_gradients(
-                gradients.select(names), rank, solver=self.solver, previous=self._last.get(names)
-            )
-            for names, rank in zip(groups, ranks(gradients.shapes, groups, self.rank), strict=True)
-        }
+        with self.processes.together():
+            parts = self._parts(self.gradients(refresh, capture))
+        # Directions may come with either sign, and in either order if they are equally long: all
+        # processes must have the same ones.
+        self.processes.make_same(part.coefficients for part in parts.values())
         self._check(list(parts.values()))
         if self.gradients.fixed:  # they go with the samples, and are no start for other ones
             self._last = {names: part.coefficients for names, part in parts.items()}
         for names, part in parts.items():
             parts[names] = part.explicit() if _explicit_pays(part, products) else part
         return GroupedSubspace(parts)
+
+    def _parts(self, gradients: PerSampleGradients) -> dict[Names, Subspace]:
+        groups = grouped(gradients.shapes, self.groups)
+        return {
+            names: Subspace.from_gradients(
+                gradients.select(names), rank, solver=self.solver, previous=self._last.get(names)
+            )
+            for names, rank in zip(groups, ranks(gradients.shapes, groups, self.rank), strict=True)
+        }
 
     def _check(self, parts: Sequence[Subspace]) -> None:
         finite = torch.stack([torch.isfinite(part.coefficients).all() for part in parts]).all()
@@ -168,7 +176,9 @@ class RandomSpan:
 
     public: tuple[PublicData, ...] = ()
 
-    def __init__(self, model: nn.Module, subspace: RandomSubspace) -> None:
+    def __init__(
+        self, model: nn.Module, subspace: RandomSubspace, processes: Processes | None = None
+    ) -> None:
         self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
         self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
         size = sum(shape.numel() for shape in self._shapes.values())
@@ -181,7 +191,7 @@ class RandomSpan:
                 f"GiB (limit {limit / 2**30:.1f}). Lower the rank, train fewer parameters, or use "
                 "directions of public gradients, which are never written out."
             )
-        self._subspace = subspace
+        self._subspace, self._processes = subspace, processes or Processes()
         self._fixed: GroupedSubspace | None = None
 
     def span(
@@ -204,6 +214,7 @@ class RandomSpan:
         }
         gradients = PerSampleGradients(self._shapes, rows, rank, like=self._like)
         subspace = Subspace.from_gradients(gradients, rank)
+        self._processes.make_same([subspace.coefficients])  # as for `PublicSpan`
         return GroupedSubspace({tuple(self._shapes): subspace.explicit()})
 
 

@@ -1,0 +1,204 @@
+"""The processes of one run: what they have in common, and how sums travel between them.
+
+Each holds the whole model and takes its part of every batch. Sums are added up in the first, which
+alone draws noise; what it releases goes to all. A process that fails stops the others before the
+next sum travels, so nothing partial is ever released.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_APART = 1e-3  # relative: processes may round differently, but weights further apart are an error
+_ALONE = (
+    "This is one of several processes (WORLD_SIZE and RANK say so, as torchrun sets them), and "
+    "they do not know each other yet. Call torch.distributed.init_process_group() before "
+    "make_private, so that they train one model together; for independent runs, unset both."
+)
+_LOST = (
+    "Another process of this run is gone, so this one stops, too; nothing of the present step was "
+    "released. Start all of them again and load the last checkpoint."
+)
+_LATE = (
+    "torch.distributed was initialised after make_private, so this run does not know of the other "
+    "processes. Call init_process_group() before make_private, so that they train one model "
+    "together; for independent runs, pass PrivacyEngine(processes=) a group of one."
+)
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers: what processes that train one model have in common."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class Processes:
+    """The processes of a group of torch.distributed, or this one alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.world, self._asked_for = 0, 1, group is not None
+        self.untold: list[str] = []  # warnings that the others' certificates must have, too
+        self.hear: Callable[[str], None] = lambda _: None
+        if group is None or dist.get_world_size(group) == 1:
+            return
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._first = group, dist.get_global_rank(group, 0)
+        # Flags and settings are on the CPU: they must not wait for what a GPU has still to do.
+        ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend(group))
+        self._control = group if "gloo" in backend else dist.new_group(ranks, backend="gloo")
+        self._by_cpu = "nccl" not in backend  # gloo takes no sums from a GPU
+
+    @classmethod
+    def of_this_run(cls, group: dist.ProcessGroup | None = None) -> Self:
+        """Those of the group, by default all that torch.distributed knows."""
+        if group is None and _initialised():
+            group = dist.group.WORLD
+        several = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
+        size, rank = (int(number) if number.isdecimal() else 0 for number in several)
+        if group is None and (size > 1 or rank > 0):
+            raise RuntimeError(_ALONE)
+        return cls(group)
+
+    def refuse_late_group(self) -> None:
+        """RuntimeError if torch.distributed came to know of others since."""
+        if not self._asked_for and _initialised() and dist.get_world_size() > 1:
+            raise RuntimeError(_LATE)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is this process that draws noise and writes files."""
+        return self.rank == 0
+
+    # -- agreement ------------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self, place: int = 0) -> Iterator[None]:
+        """What fails inside of the block in one process fails in all of them.
+
+        So does a process that is at another `place` in the run than the others.
+        """
+        if self.world == 1:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        flags = torch.tensor([int(error is not None or bool(self.untold)), place, -place])
+        with self._connected(error):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
+            said: list[Any] = [None] * self.world
+            if flags[0]:
+                dist.all_gather_object(said, (mine, self.untold), group=self._control)
+        if error is not None:
+            raise error
+        self._listen(said if flags[0] else [])
+        if flags[1] != -flags[2]:
+            raise RuntimeError(
+                "The processes are at different batches: each must iterate over its private loader "
+                "as often as the others, and leave an epoch early where they do."
+            )
+
+    def _listen(self, said: Sequence[tuple[str | None, list[str]]]) -> None:
+        self.untold = []
+        for rank, (failure, messages) in enumerate(said):
+            for message in messages if rank != self.rank else ():
+                self.hear(message)
+            if failure is not None:
+                raise RuntimeError(
+                    f"Process {rank} of {self.world} stopped, so all do, and nothing was released: "
+                    f"{failure}"
+                )
+
+    @contextmanager
+    def _connected(self, earlier: Exception | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as lost:  # as torch says it
+            raise earlier or RuntimeError(_LOST) from lost
+
+    def same(self, value: Any) -> Any:
+        """The first process's value."""
+        if self.world == 1:
+            return value
+        box = [value]
+        with self._connected():
+            dist.broadcast_object_list(box, src=self._first, group=self._control)
+        return box[0]
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """ValueError, in all processes, unless all have the same settings."""
+        first = self.same(dict(settings))
+        with self.together():
+            for name, mine in settings.items():
+                if mine != first[name]:
+                    raise ValueError(
+                        f"Process {self.rank} has another {name} than the first: {mine!r}, not "
+                        f"{first[name]!r}. Set up every process in the same way."
+                    )
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over all processes, in the first; the others' numbers are of no use."""
+        return self._travel(sums, lambda x: dist.reduce(x, self._first, group=self._group))
+
+    @torch.no_grad()
+    def spread(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The first process's values, by those names and in those shapes."""
+
+        def send(x: Tensor) -> None:  # as bytes: whatever the backend makes of its numbers
+            dist.broadcast(x.view(torch.uint8), self._first, group=self._group)
+
+        return self._travel(values, send)
+
+    def make_same(self, tensors: Iterable[Tensor]) -> None:
+        """Write the first process's numbers over the others'."""
+        named = {str(i): x.detach() for i, x in enumerate(tensors)}
+        for name, value in self.spread(named).items() if self.world > 1 else ():
+            named[name].copy_(value)
+
+    def keep_same(self, weights: Mapping[str, Tensor]) -> bool:
+        """The same, for weights that should be equal but for rounding; whether any was not."""
+        mine = {name: x.detach() for name, x in weights.items()}
+        first = self.spread(mine)
+        differ = [name for name, x in mine.items() if not torch.equal(x, first[name])]
+        with self.together():
+            for name in differ:
+                now, then = mine[name].double(), first[name].double()
+                if not torch.allclose(now, then, rtol=_APART, atol=_APART, equal_nan=True):
+                    raise RuntimeError(
+                        f"'{name}' differs between the processes: something besides the optimizer "
+                        "has changed it in one of them. Do the same in all."
+                    )
+        for name in differ:
+            mine[name].copy_(first[name])
+        return bool(differ)
+
+    def _travel(
+        self, values: Mapping[str, Tensor], send: Callable[[Tensor], object]
+    ) -> dict[str, Tensor]:
+        """All values at once, as one vector for each dtype."""
+        if self.world == 1:
+            return dict(values)
+        received = dict(values)
+        for dtype in sorted({x.dtype for x in values.values()}, key=str):
+            alike = {name: x for name, x in values.items() if x.dtype == dtype}
+            flat = torch.cat([x.reshape(-1) for x in alike.values()])
+            wire = flat.cpu() if self._by_cpu else flat
+            with self._connected():
+                send(wire)
+            parts = wire.to(flat.device).split([x.numel() for x in alike.values()])
+            received |= {n: p.view(x.shape) for (n, x), p in zip(alike.items(), parts, strict=True)}
+        return received
