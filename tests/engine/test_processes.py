@@ -18,7 +18,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpspan import DPSGD, Budget, Contender, Ledger, PrivacyEngine, Task, choose_public, compare
-from dpspan.app.run import train as run_training
 from dpspan.convex import PrivateLogisticRegression
 from dpspan.support.errors import UnsupportedModule
 from helpers.training import data, network, private_with_epsilon, setup, train
@@ -52,7 +51,6 @@ ENGINE: dict[str, Callable[[], Any]] = {
     "make_private_with_epsilon": lambda: private_with_epsilon(PrivacyEngine(accountant="rdp")),
 }
 DOORS: dict[str, Callable[[], Any]] = {
-    "train": lambda: run_training("no such file"),
     "fit": fit,
     "choose_public": choose,
     "compare": comparison,

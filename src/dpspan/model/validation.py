@@ -177,6 +177,6 @@ def refuse_wrapped_call(called: nn.Module) -> None:
 def _refuse(wrapper: str, what: str) -> None:
     raise UnsupportedModule(
         f"{what} is wrapped in {wrapper}, which adds up gradients before they are clipped. Pass "
-        "the module inside it to make_private, and leave it so: with torch.distributed initialised, "
-        "several processes train it together as it is."
+        "the module inside it to make_private, and leave it so: where torch.distributed is "
+        "initialised, several processes train it together as it is."
     )

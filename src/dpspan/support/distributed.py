@@ -35,6 +35,13 @@ def _initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _claimed() -> bool:
+    """Whether there are several, by what torchrun puts into the environment."""
+    told = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
+    size, rank = (int(number) if number.isdecimal() else 0 for number in told)
+    return size > 1 or rank > 0
+
+
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers: what processes that train one model have in common."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -52,18 +59,23 @@ class Processes:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._first = group, dist.get_global_rank(group, 0)
         # Flags and settings are on the CPU: they must not wait for what a GPU has still to do.
-        ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend(group))
-        self._control = group if "gloo" in backend else dist.new_group(ranks, backend="gloo")
-        self._by_cpu = "nccl" not in backend  # gloo takes no sums from a GPU
+        ranks, backends = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
+        self._control = group if "cpu:gloo" in backends else dist.new_group(ranks, backend="gloo")
+        self._by_cpu = "cuda:nccl" not in backends  # gloo takes no sums from a GPU
+
+    @classmethod
+    def of_torchrun(cls) -> Self:
+        """Those that torchrun started, which get to know each other here; this one without it."""
+        if _claimed() and not _initialised():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        return cls.of_this_run()
 
     @classmethod
     def of_this_run(cls, group: dist.ProcessGroup | None = None) -> Self:
         """Those of the group, by default all that torch.distributed knows."""
         if group is None and _initialised():
             group = dist.group.WORLD
-        several = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
-        size, rank = (int(number) if number.isdecimal() else 0 for number in several)
-        if group is None and (size > 1 or rank > 0):
+        if group is None and _claimed():
             raise RuntimeError(_ALONE)
         return cls(group)
 
@@ -126,6 +138,15 @@ class Processes:
             yield
         except RuntimeError as lost:  # as torch says it
             raise earlier or RuntimeError(_LOST) from lost
+
+    def any(self, fact: bool) -> bool:
+        """Whether it is so in any of them."""
+        if self.world > 1:
+            flag = torch.tensor(int(fact))
+            with self._connected():
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control)
+            fact = bool(flag)
+        return fact
 
     def same(self, value: Any) -> Any:
         """The first process's value."""

@@ -1,7 +1,7 @@
-"""One process trains one model; several are refused.
+"""What one process does alone is refused in several: a fit of a table, a choice, a comparison.
 
-Each process would draw batches from all records and noise of its own, write a ledger of its own,
-and know nothing of the others' releases: no certificate would hold for what they make together.
+Each would draw noise of its own from all records, write a ledger of its own, and know nothing of
+the others' releases: no certificate would hold for what they make together.
 """
 
 import os
@@ -18,9 +18,8 @@ def refuse_several_processes() -> None:
     if several:
         raise RuntimeError(
             "This is one of several processes (torch.distributed, or WORLD_SIZE and RANK as "
-            "torchrun sets them), and private training works in one: each would release a model of "
-            "its own from all records, and its ledger would leave the others out. Start one "
-            "process without torchrun; max_physical_batch_size= makes a large batch fit. For "
-            "several runs that are released one by one, start each by itself, with WORLD_SIZE and "
-            "RANK unset."
+            "torchrun sets them), and this works in one: each would release something of its own "
+            "from all records, and its ledger would leave the others out. Start one process "
+            "without torchrun (make_private and `dpspan train` take several). For several runs "
+            "that are released one by one, start each by itself, with WORLD_SIZE and RANK unset."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -31,7 +32,10 @@ def train(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a model privately, as CONFIG says."""
+    """Train a model privately, as CONFIG says.
+
+    Several processes train one model together: `torchrun --nproc-per-node 4 -m dpspan train …`.
+    """
     from dpspan.app.config import load_config
 
     load_config(config)  # what is wrong with it is said before anything slow is imported
@@ -43,7 +47,9 @@ def train(
     epoch = TextColumn("epoch {task.fields[epoch]}")
     spent = TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}")
     columns = (epoch, BarColumn(), MofNCompleteColumn(), spent, TimeRemainingColumn())
-    bar = Bar(*columns, console=Console(stderr=True), disable=as_json or quiet)
+    speaks = os.environ.get("RANK", "0") == "0"  # of several processes the first
+    hidden = as_json or quiet or not speaks
+    bar = Bar(*columns, console=Console(stderr=True), disable=hidden)
     task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
     stopper = _Stopper()
 
@@ -64,7 +70,8 @@ def train(
             stack.callback(signal.signal, number, signal.signal(number, stopper.handle))
         stack.callback(lambda: bar.stop() if bar.live.is_started else None)
         result = run_training(config, resume=resume, watch=watch, stop=stopper)
-    answer(result.describe(), as_json=as_json, note=_summary(result, config))
+    if speaks:
+        answer(result.describe(), as_json=as_json, note=_summary(result, config))
     if result.status == "stopped":
         raise typer.Exit(130)
 

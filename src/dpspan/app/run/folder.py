@@ -20,6 +20,7 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from dpspan.accounting.certificate import write_certificate
 from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
 from dpspan.app.run.training import FixedNoise
@@ -59,10 +60,10 @@ def is_comparison(path: Path) -> bool:
 
 
 class RunFolder:
-    """Names and writes the files of one run."""
+    """Names and writes the files of one run; of several processes one `writes`."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = path = Path(path)
+    def __init__(self, path: str | Path, *, writes: bool = True) -> None:
+        self.path, self.writes = (path := Path(path)), writes
         self.config, self.run = path / "config.yaml", path / "run.json"
         self.ledger, self.certificate = path / "ledger.json", path / "certificate.json"
         self.choice, self.audit = path / "choice.json", path / "audit.json"
@@ -118,8 +119,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time; ValueError, and nothing touched, in a comparison's folder."""
-        with locked(self.path):
+        """One run at a time; ValueError, and nothing touched, in a comparison's folder."""
+        with locked(self.path) if self.writes else contextlib.nullcontext():
             if is_comparison(self.path):
                 held = f"{self.path} holds a comparison, whose certificate would be replaced"
                 raise ValueError(f"{held}. Choose another output folder.")
@@ -130,7 +131,10 @@ class RunFolder:
         if not self.untrained:
             cure = "Go on with it by --resume (resume=True), or choose another output folder"
             raise ValueError(f"{self.path} holds a run already. {cure}.")
-        for path in (self.certificate, self.checkpoint, self.run):  # the ledger stays
+        self.remove(self.certificate, self.checkpoint, self.run)  # the ledger stays
+
+    def remove(self, *paths: Path) -> None:
+        for path in paths if self.writes else ():
             path.unlink(missing_ok=True)
 
     def read_checkpoint(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -184,7 +188,11 @@ class RunFolder:
 
     def write_ledger(self, ledger: Ledger) -> None:
         """The record so far; ValueError if the one on the disk tells more."""
-        if self.ledger.exists() and not ledger.covers(Ledger.from_state(read_json(self.ledger))):
+        if (
+            self.writes
+            and self.ledger.exists()
+            and not ledger.covers(Ledger.from_state(read_json(self.ledger)))
+        ):
             kept = "tells of releases that this process does not know, and is kept"
             raise ValueError(f"{self.ledger} {kept}. Train in another folder.")
         self.write_json(self.ledger, ledger.state_dict())
@@ -200,6 +208,10 @@ class RunFolder:
                 document["warnings"].append(message)
                 self.write_json(path, document)
 
+    def write_certificate(self, document: Mapping[str, Any]) -> None:
+        if self.writes:
+            write_certificate(self.certificate, document)
+
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""
         self.write_json(self.run, {"format": FORMAT, "version": VERSION, **facts})
@@ -210,15 +222,19 @@ class RunFolder:
 
     def write_text(self, path: Path, text: str) -> None:
         """Whole or not at all, and on the disk when this returns."""
+        if not self.writes:
+            return
         with replacing(path, what=f"the file {path.name}") as temporary:
             temporary.write_text(text, encoding="utf-8")
 
     def write_model(self, model: nn.Module) -> None:
+        if not self.writes:
+            return
         with replacing(self.model, what="the model") as temporary:
             safetensors.torch.save_model(model, str(temporary))
 
     def append(self, path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        if not lines:
+        if not lines or not self.writes:
             return
         try:
             with path.open("a", encoding="utf-8") as file:

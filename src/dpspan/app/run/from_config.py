@@ -5,10 +5,12 @@ import functools
 import importlib
 import math
 import operator
+import os
 import pickle
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
-from dpspan.support.processes import refuse_several_processes
+from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 
 _SECRET = "This message depends on private data: do not publish it."
@@ -64,32 +66,44 @@ def train(
             a folder that holds private steps is refused.
         watch: called before the first step and after every step.
         stop: asked after every step; True saves a checkpoint and ends the run, to be resumed.
+
+    Under torchrun all processes train one model together, and the first one writes.
     """
-    refuse_several_processes()
+    processes = Processes.of_torchrun()
     if isinstance(config, Config):
         text = str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     else:
         text = read_text(config)
         config = parse_config(text, name=str(config))
-    folder = RunFolder(config.output.folder)
-    with folder.locked():
-        if folder.checkpoint.exists() and not resume:
-            folder.begin_anew()
-        run = _prepared(config, folder)
+    folder = RunFolder(config.output.folder, writes=processes.is_first)
+    with ExitStack() as stack:
+        with processes.together():
+            stack.enter_context(folder.locked())
+            if processes.is_first and folder.checkpoint.exists() and not resume:
+                folder.begin_anew()
+        with processes.together():
+            run = _prepared(config, folder, processes)
         run.start()
         folder.write_text(folder.config, text)
         return run.go(watch, stop)
 
 
-def _prepared(config: Config, folder: RunFolder) -> Run:
+def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     """Read the data, and choose among public ones if that was not done; here ε may be spent."""
+    if processes.world > 1 and (
+        config.features is not None or (config.choose is not None and not folder.choice.exists())
+    ):
+        raise RuntimeError(
+            "One process learns `features` and makes the choice of `choose`: run `dpspan choose` "
+            "first, and train with `features` without torchrun."
+        )
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
     kept = folder.kept_features(wanted=goes_on and config.features is not None)
     parts = make_parts(config, features=kept)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
-        folder.features.unlink(missing_ok=True)  # of a run that never came to a step
+        folder.remove(folder.features)  # of a run that never came to a step
         if parts.layer is not None:
             parts.layer.save(folder.features)
     shown = config.data.test_is_public or config.output.unprivate_metrics
@@ -104,6 +118,7 @@ def _prepared(config: Config, folder: RunFolder) -> Run:
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
         output=config.output,
+        processes=processes,
     )
 
 
@@ -314,6 +329,8 @@ def device_of(config: Config) -> torch.device:
     name = config.training.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":  # of several processes of a machine each has a GPU of its own
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

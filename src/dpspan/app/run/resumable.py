@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dpspan.accounting.certificate import certificate, write_certificate
+from dpspan.accounting.certificate import certificate
 from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
@@ -20,6 +20,7 @@ from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
+from dpspan.support.distributed import Processes
 from dpspan.support.strict_json import plain
 
 _SHARE_OF_TIME = 0.02  # that may go into ε for the eyes of whoever watches
@@ -67,6 +68,7 @@ class Run:
     lines: int | None = None
     features: str | None = None  # the digest of the frozen layer that the data have been through
     output: OutputSection | None = None  # how often to save, and what else to write
+    processes: Processes = field(default_factory=Processes)  # those that train the model together
 
     def __post_init__(self) -> None:
         self.training = Training(self.task, self.contender, self.seed)
@@ -82,7 +84,7 @@ class Run:
     def start(self) -> None:
         """Read the data, train on public ones, and load what an earlier process left."""
         folder, task, training = self.folder, self.task, self.training
-        if self._output.tensorboard:
+        if self._output.tensorboard and folder.writes:
             optional("tensorboard", "Files of output.tensorboard", "tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
@@ -97,8 +99,7 @@ class Run:
         if saved is not None:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
-            for path in (folder.metrics, folder.diagnostics):
-                path.unlink(missing_ok=True)
+            folder.remove(folder.metrics, folder.diagnostics)
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
@@ -149,14 +150,14 @@ class Run:
         self._write_facts(None)
         if not self.folder.checkpoint.exists():
             # A run that dies early finds its public training, and its price, again.
-            self._save(None if self.lines is None else self._measured())
+            self._save(measured=self.lines is not None)
         for end_of_epoch in training.take_steps():
             ended = training.status is not None
             if end_of_epoch and (ended or training.epoch % apart == 0):
                 known = self._line is not None and self._line["step"] == training.step
-                self._save(None if known else self._measured())
+                self._save(measured=not known)
             self._watched(watch)
-            told = not ended and stop is not None and stop()
+            told = not ended and stop is not None and self.processes.any(stop())
             every = self._output.checkpoint_every
             if not end_of_epoch and (told or (every and training.step % every == 0)):
                 self._save()
@@ -173,7 +174,7 @@ class Run:
     def _finish(self, status: Status, document: Mapping[str, Any]) -> Result:
         """The price first, as ever; `run.json` says last that all is there."""
         self.folder.write_ledger(self._ledger)
-        write_certificate(self.folder.certificate, document)
+        self.folder.write_certificate(document)
         self.folder.write_model(self.training.model)
         self._write_facts(status)
         return self._result(status)
@@ -197,7 +198,7 @@ class Run:
         lines.append(self._measured())
         self._write_facts(None)
         folder.write_ledger(ledger)
-        folder.metrics.unlink(missing_ok=True)
+        folder.remove(folder.metrics)
         folder.append(folder.metrics, lines)
         about = {"method": None, "model": type(model).__name__}
         document = certificate(ledger, delta=task.budget.delta, training=about)
@@ -205,8 +206,11 @@ class Run:
 
     # -- what leaves the process ----------------------------------------------------------------
 
-    def _save(self, line: dict[str, Any] | None = None) -> None:
+    def _save(self, *, measured: bool = False) -> None:
         """The ledger first: see `folder`."""
+        if not self.folder.writes:
+            return
+        line = self._measured() if measured else None
         folder, engine, delta = self.folder, self.training.engine, self.task.budget.delta
         # It may put a warning on record, so it is made before the ledger is written.
         document = engine.certificate(delta) if self.lines is None else None
@@ -232,7 +236,7 @@ class Run:
         folder.append(folder.diagnostics, notes[self._notes :])
         self._notes = len(notes)
         if document is not None:
-            write_certificate(folder.certificate, document)
+            folder.write_certificate(document)
 
     def _write_facts(self, status: Status | None) -> None:
         self.folder.write_facts(
