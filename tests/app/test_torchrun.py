@@ -67,7 +67,10 @@ def test_stopped_by_one_killed_and_resumed(config: Path) -> None:
 
 def test_what_one_process_does_alone_is_refused(config: Path) -> None:
     document = yaml.safe_load(config.read_text())
-    document["choose"] = {"epsilon": 1.0}
+    document["choose"] = {"epsilon": 1.0, "rank": 4}
+    document["method"] = {"name": "gep", "rank": 4, "clip": 1.0}
+    public = document["data"]["public"]
+    public["test"] = {**public["optin"], "inputs": "x_test", "labels": "y_test"}
     config.write_text(yaml.safe_dump(document))
     for each in in_processes(2, lambda rank: train(config)):
         assert isinstance(each, Failed)
