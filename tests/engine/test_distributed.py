@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import signal
 import threading
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from dpspan.support.distributed import Processes
 from helpers.distributed import Failed, Killed, in_processes
 from helpers.training import N, data, network, setup, train, weights
 
+ROOT = Path(__file__).parents[2]
 PUBLIC = data(12).tensors[0].double().flip(0) + 0.5, torch.arange(12) % 2
 METHODS: dict[str, Method] = {
     "DPSGD": DPSGD(clip=1.0),
@@ -425,6 +429,33 @@ def test_a_mechanism_that_releases_other_shapes_is_refused() -> None:
     first, second = in_processes(2, lambda rank: train(*setup(method=Half())[1:]))
     assert first.kind == "TypeError"
     assert "Halved.release changes names or shapes of the sums" in second.text
+
+
+# -- what the documentation shows -----------------------------------------------------------------
+
+
+def as_a_script(rank: int, source: str, folder: str) -> str:
+    """What it prints; the group is there already."""
+    os.chdir(folder)
+    for name in ("init_process_group", "destroy_process_group"):
+        setattr(torch.distributed, name, lambda *_: None)
+    with redirect_stdout(io.StringIO()) as said:
+        exec(compile(source, "script", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
+def test_the_page(tmp_path: Path) -> None:
+    source = (ROOT / "docs/scale.md").read_text().split("```python\n")[1].split("```")[0]
+    results(2, as_a_script, source, str(tmp_path))
+    assert json.loads((tmp_path / "certificate.json").read_text())["epsilon"] <= 3.0
+
+
+def test_the_example(tmp_path: Path) -> None:
+    source = (ROOT / "examples/torchrun.py").read_text()
+    first, second = results(2, as_a_script, source, str(tmp_path))
+    assert second == ""
+    assert first.startswith("ε = 4.00 at δ = 1e-05, test accuracy ")
+    assert float(first.rpartition(" ")[2].strip("%\n")) > 80
 
 
 # -- saving, and being killed ---------------------------------------------------------------------
