@@ -39,10 +39,11 @@ docs: setup
 test: lint types docs test-machines
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-all: lint types docs test-machines
+test-all: lint types docs
+	$(BIN)/python tools/machines.py -n 2 --every-machine
 	$(BIN)/pytest -n 2
 
-# The numeric tests with the kernels and threads of other machines
+# The numeric tests with the kernels and threads of other machines, each on one of them
 test-machines: setup
 	$(BIN)/python tools/machines.py -n 2
 

@@ -3,6 +3,9 @@
 Libraries choose their kernels by the CPU and the number of threads, and kernels round differently.
 Each setting below is one that MKL, oneDNN, OpenBLAS or torch obeys; one that a machine does not
 know (an Arm CPU, say) changes nothing there.
+
+Each test runs on one of these machines, and here; with `--every-machine` on all of them, as
+`make test-all` does.
 """
 
 from __future__ import annotations
@@ -41,15 +44,19 @@ MACHINES = {
 
 def main(options: list[str]) -> int:
     """All of them, whatever fails; 0 if nothing did."""
+    every = "--every-machine" in options
+    options = [option for option in options if option != "--every-machine"]
     # The files, too: to collect all tests takes longer than some of these.
     command = [sys.executable, "-m", "pytest", "-m", "numeric and not slow", *options]
     command += [str(path) for path in sorted(TESTS.rglob("test_*.py")) if path.stem in NUMERIC]
     lines, failed = [], 0
-    for name, setting in MACHINES.items():
+    for number, (name, setting) in enumerate(MACHINES.items(), start=1):
         said = " ".join(f"{variable}={value}" for variable, value in setting.items())
         print(f"\n{name}: {said}", flush=True)
         start = time.monotonic()
-        code = subprocess.run(command, env={**os.environ, **setting}, check=False).returncode
+        part = [] if every else ["--part", f"{number}/{len(MACHINES)}"]
+        environment = {**os.environ, **setting}
+        code = subprocess.run([*command, *part], env=environment, check=False).returncode
         failed += code != 0
         verdict = "FAILED" if code else "passed"
         lines.append(f"{verdict} in {time.monotonic() - start:3.0f} s  {name}: {said}")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import conftest
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -38,10 +40,31 @@ def test_each_machines_result_is_told(
     assert machines.main(["-n", "2"]) == (failing != "none")
     assert len(ran) == len(machines.MACHINES)
     assert all(str(TESTS / "public" / "test_patches.py") in command for command in ran)
+    assert [command[-2:] for command in ran] == [["--part", f"{n}/3"] for n in (1, 2, 3)]
     told = capsys.readouterr().out.splitlines()[-len(ran) :]
     for line, (name, setting) in zip(told, machines.MACHINES.items(), strict=True):
         assert line.startswith("FAILED" if failing in name else "passed")
         assert all(f"{variable}={value}" in line for variable, value in setting.items())
+
+
+def test_every_machine_may_run_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines, ran = tool("machines"), []
+    answer = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command) or answer)
+    assert machines.main(["-n", "2", "--every-machine"]) == 0
+    assert not any("--part" in command or "--every-machine" in command for command in ran)
+
+
+def test_parts_are_disjoint_and_all_there() -> None:
+    everything = [SimpleNamespace(nodeid=f"test[{n}]", path=Path("test.py")) for n in range(60)]
+    taken: list[Any] = []
+    for part in ("1/3", "2/3", "3/3"):
+        items = list(everything)
+        config = SimpleNamespace(getoption=lambda _, part=part: part)
+        conftest.pytest_collection_modifyitems(config, items)
+        assert len(items) > 5
+        taken += items
+    assert sorted(item.nodeid for item in taken) == sorted(item.nodeid for item in everything)
 
 
 def test_numeric_files_are_there() -> None:
