@@ -15,7 +15,7 @@ from experiments.catalogue import Experiment, load, names
 from experiments.distances import MEASURES, MODELS, ChoosingExperiment
 from experiments.runner import Results, spread
 from experiments.schema import PUBLIC_ONLY, TrainingExperiment
-from experiments.sweep import reported, searched
+from experiments.sweep import CellSearch, reported
 
 ENOUGH_SEEDS = 3
 HEAD = """# Results
@@ -146,7 +146,8 @@ def _cell(
     text = spread([run[experiment.metric] for run in runs])
     if runs and len(runs) < ENOUGH_SEEDS:
         text += " †"
-    search = searched(name, experiment, row, target if section.private else None, results)
+    target_or_none = target if section.private else None
+    search = CellSearch.of(name, experiment, row, target_or_none, results).tried
     if runs and search and runs[0]["rate"] in (search[0].rate, search[-1].rate):
         text += "\\*"
     if runs and section.method != PUBLIC_ONLY and (not search or search[0].row != row):

@@ -107,15 +107,6 @@ class Results:
         return self._found[names].get(tuple(getattr(run, name) for name in names))
 
 
-def best_of(search: Sequence[Any], results: Results, metric: str = "accuracy") -> float:
-    """The learning rate whose runs in a search are the best on average."""
-    reached: dict[float, list[float]] = {}
-    for run in search:
-        row = results.of(run)
-        reached.setdefault(run.rate, []).append(row[metric] if row else 0.0)
-    return max(reached, key=lambda rate: statistics.mean(reached[rate]))
-
-
 def spread(shares: Iterable[float]) -> str:
     """Mean ± standard deviation, in per cent."""
     percent = [100 * share for share in shares]

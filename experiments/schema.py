@@ -64,8 +64,8 @@ class Training(Section):
 class Search(Section):
     """How a learning rate is found on training samples that are held out.
 
-    A grid whose best rate is at an end grows beyond it, up to `tries` rates, each trained once for
-    `share` of the epochs. Then the best `finalists` are trained in full, with `seeds` seeds each.
+    As `dpspan.Search` says, from the rates of a row on, all of which are tried however few `tries`.
+    By default there are no more, in full.
     """
 
     tries: Count = 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 
+from dpspan.app.comparison.search import Search, Try
 from experiments.one_run import Run, train
-from experiments.runner import Place, Results, best_of, execute
+from experiments.runner import Place, Results, execute
 from experiments.schema import TrainingExperiment
-
-TUNING_SEED = 1000
 
 
 def sweep(
@@ -29,15 +29,9 @@ def sweep(
         if not rows or any(row.startswith(start) for start in rows)
         if not targets or target is None or target in targets
     ]
-    search = [run for cell in cells for run in searched(name, experiment, *cell, results)]
-    while search:
-        execute(search, results, work, place.jobs, f"{name}: learning rates")
-        tried = [searched(name, experiment, *cell, results) for cell in cells]
-        further = (beyond(runs, results, experiment) for runs in tried)
-        # Several rows may take the rate of one search.
-        search = list(dict.fromkeys(run for run in further if run is not None))
-    best = [run for cell in cells for run in finalists(name, experiment, *cell, results)]
-    execute(best, results, work, place.jobs, f"{name}: the best learning rates")
+    searches = [CellSearch.of(name, experiment, *cell, results) for cell in cells]
+    while missing := [run for search in searches for run in search.wanted]:
+        execute(missing, results, work, place.jobs, f"{name}: learning rates")
     final = [
         run
         for cell in cells
@@ -52,58 +46,62 @@ def all_cells(experiment: TrainingExperiment) -> list[tuple[str, float | None]]:
     return [(name, target) for name in experiment.rows for target in experiment.targets_of(name)]
 
 
-def searched(
-    name: str,
-    experiment: TrainingExperiment,
-    row: str,
-    target: float | None,
-    results: Results,
-) -> list[Run]:
-    """The runs that settle a learning rate, by rate; none where there is nothing to choose.
+@dataclass(frozen=True)
+class CellSearch:
+    """The search that settles the learning rate of a cell; it may be that of another row."""
 
-    Those of the file, and those beyond it that have been made.
-    """
-    source, rates = experiment.searched(row)
-    if len(rates) == 1:
-        return []
-    digest, share = experiment.digest(source), experiment.search_of(source).share
-    first = Run(name, source, target, 0.0, TUNING_SEED, True, digest, None if share == 1 else share)
-    runs = [replace(first, rate=rate) for rate in sorted(rates)]
-    while (further := beyond(runs, results, experiment)) and results.of(further):
-        runs = sorted([*runs, further], key=lambda run: run.rate)
-    return runs
+    search: Search
+    rates: tuple[float, ...]  # those it begins with; one where there is nothing to choose
+    example: Run  # a run of it, whatever its rate, share and seed
+    metric: str
+    results: Results
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        experiment: TrainingExperiment,
+        row: str,
+        target: float | None,
+        results: Results,
+    ) -> CellSearch:
+        """With what has been tried so far."""
+        source, rates = experiment.searched(row)
+        example = Run(name, source, target, 0.0, 0, True, experiment.digest(source))
+        search = Search(**experiment.search_of(source).model_dump())
+        return cls(search, rates, example, experiment.metric, results)
 
-def beyond(runs: list[Run], results: Results, experiment: TrainingExperiment) -> Run | None:
-    """The next run of a search whose best rate is at an end of the grid: the optimum is outside."""
-    done = runs and all(results.of(run) for run in runs)
-    if not done or len(runs) >= experiment.search_of(runs[0].row).tries:
-        return None
-    rates, best = [run.rate for run in runs], best_of(runs, results, experiment.metric)
-    if best not in (rates[0], rates[-1]):
-        return None
-    neighbour = rates[1] if best == rates[0] else rates[-2]
-    return replace(runs[0], rate=float(f"{best * best / neighbour:.3g}"))
+    @property
+    def wanted(self) -> list[Run]:
+        """What to run next; nothing if the search is over."""
+        if len(self.rates) == 1:
+            return []
+        return [self._run(each) for each in self.search.wanted(self.rates, self._known)]
 
+    @property
+    def tried(self) -> list[Run]:
+        """Of every rate that was searched its first run, by rate."""
+        if len(self.rates) == 1:
+            return []
+        grid, _ = self.search.plan(self.rates, self._known)
+        return [self._run(each) for each in grid if self._known(each) is not None]
 
-def finalists(
-    name: str,
-    experiment: TrainingExperiment,
-    row: str,
-    target: float | None,
-    results: Results,
-) -> list[Run]:
-    """The runs, in full and with several seeds, that decide between the best of a search."""
-    search, settings = searched(name, experiment, row, target, results), experiment.search_of(row)
-    if settings.finalists == 1 or not all(results.of(run) for run in search):
-        return []
+    @property
+    def best(self) -> float:
+        """The rate, by what has been tried."""
+        if len(self.rates) == 1:
+            return self.rates[0]
+        return self.search.best(self.rates, self._known)
 
-    def reached(run: Run) -> float:
-        return (results.of(run) or {}).get(experiment.metric, 0.0)
+    def _run(self, each: Try) -> Run:
+        share = None if each.share == 1 else each.share
+        return replace(self.example, rate=each.rate, seed=each.seed, share=share)
 
-    best = sorted(search, key=reached, reverse=True)[: settings.finalists]
-    seeds = range(TUNING_SEED, TUNING_SEED + settings.seeds)
-    return [replace(run, share=None, seed=seed) for run in best for seed in seeds]
+    def _known(self, each: Try) -> float | None:
+        found = self.results.of(self._run(each))
+        if found is None:
+            return None
+        return math.nan if found.get("diverged") else float(found[self.metric])
 
 
 def reported(
@@ -115,9 +113,6 @@ def reported(
     seeds: int,
 ) -> list[Run]:
     """The runs of a cell at the learning rate that was found."""
-    search = finalists(name, experiment, row, target, results)
-    search = search or searched(name, experiment, row, target, results)
-    _, rates = experiment.searched(row)
-    rate = best_of(search, results, experiment.metric) if search else rates[0]
+    rate = CellSearch.of(name, experiment, row, target, results).best
     digest = experiment.digest(row)
     return [Run(name, row, target, rate, seed, False, digest) for seed in range(seeds)]

@@ -7,6 +7,7 @@ from .accounting.ledger import Ledger as Ledger
 from .accounting.promises import Budget as Budget
 from .app.advice import advise as advise
 from .app.comparison import Contender as Contender
+from .app.comparison import Search as Search
 from .app.comparison import Task as Task
 from .app.comparison import compare as compare
 from .choose import Choice as Choice

@@ -21,6 +21,9 @@ from typer.testing import CliRunner
 from dpspan import PrivacyEngine, SecondPhase
 from dpspan.app.advice import Advice
 from dpspan.app.cli import app
+from dpspan.app.comparison.results import SCORE
+from dpspan.app.comparison.search import Try
+from dpspan.app.comparison.tuning import RowSearch
 from dpspan.app.config import load_config
 from dpspan.app.run import RunFolder
 from dpspan.app.run.from_config import draw_model, make_parts
@@ -396,6 +399,23 @@ def test_compare(folder: Path) -> None:
     assert {row["name"] for row in result["rows"]} >= {"warm", "rgp", "public only"}
     assert (folder / "both" / "comparison.png").exists()
     assert result["epsilon_together"] > 8.0
+
+
+def test_compare_searches_learning_rates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(self: RowSearch, each: Try) -> None:
+        RunFolder(self.row).write_json(self._path(each), {SCORE: -abs(each.rate - own)})
+
+    monkeypatch.setattr(RowSearch, "make", pretend)
+    path = written(folder, **shared(folder))
+    own = 3 * load_config(path).training.optimizer.learning_rate
+    short = dpspan("compare", path, "--out", "out", "--search", 2, code=1).stderr
+    assert "greater than or equal to 3" in short
+    result = as_json("compare", path, "--out", "out", "--seeds", 1, "--search", 4)
+    private = [row for row in result["rows"] if row["private"]]
+    assert [row["learning_rate"] for row in private] == pytest.approx([own, own])
+    assert [len(row["tries"]) for row in private] == [10, 10]  # the two best with three seeds
+    assert result["search_runs"] == 20
+    assert all("unprivate_held_out_accuracy" in each for each in private[0]["tries"])
 
 
 def test_compare_trains_as_the_configurations_say(

@@ -21,10 +21,10 @@ from experiments import pages
 from experiments.catalogue import load, names
 from experiments.data import ImagesSection, OptIn, OtherFile, UniformNoise
 from experiments.one_run import Run, train
-from experiments.runner import Place, Results, best_of
+from experiments.runner import Place, Results
 from experiments.samples import Choice, samples_of
 from experiments.schema import Search, TrainingExperiment
-from experiments.sweep import all_cells, reported, searched, sweep
+from experiments.sweep import CellSearch, all_cells, reported, sweep
 
 from dpspan.app.section import ConfigError, parse
 from dpspan.mechanisms.gep import GEPMechanism
@@ -121,9 +121,8 @@ def swept(
     results = Results(tmp_path_factory.mktemp("results") / "tiny.jsonl")
     place = Place(data=folder, commit="abc")
     for row, target in all_cells(tiny):
-        for run in searched("tiny", tiny, row, target, results):
-            if results.of(run) is None:
-                results.add(train(run, tiny, place))
+        for run in CellSearch.of("tiny", tiny, row, target, results).wanted:
+            results.add(train(run, tiny, place))
     for row, target in all_cells(tiny):
         for run in reported("tiny", tiny, row, target, results, 2):
             results.add(train(run, tiny, place))
@@ -361,11 +360,11 @@ class TestRuns:
 
     def test_a_search_takes_the_best_rate(self, tmp_path: Path, tiny: TrainingExperiment) -> None:
         results = Results(tmp_path / "r.jsonl")
-        search = searched("tiny", tiny, "warm start + GEP", 8.0, results)
-        assert [run.row for run in search] == ["DP-SGD", "DP-SGD"]
-        for run, reached in zip(search, (0.2, 0.9), strict=True):
+        search = CellSearch.of("tiny", tiny, "warm start + GEP", 8.0, results)
+        assert [run.row for run in search.wanted] == ["DP-SGD", "DP-SGD"]
+        for run, reached in zip(search.wanted, (0.2, 0.9), strict=True):
             results.add({**vars(run), "accuracy": reached})
-        assert best_of(search, results) == 0.5
+        assert (search.wanted, search.best) == ([], 0.5)
         runs = reported("tiny", tiny, "warm start + GEP", 8.0, results, 2)
         assert [(run.row, run.rate, run.seed) for run in runs] == [
             ("warm start + GEP", 0.5, 0),
@@ -387,12 +386,23 @@ class TestRuns:
         monkeypatch.setattr("experiments.sweep.execute", make)
         growing = tiny.model_copy(update={"search": Search(tries=8)})
         sweep("tiny", growing, results, place, ["DP-SGD"], targets=[8.0])
-        rates = [run.rate for run in searched("tiny", growing, "DP-SGD", 8.0, results)]
+        search = CellSearch.of("tiny", growing, "DP-SGD", 8.0, results)
+        rates = [run.rate for run in search.tried]
         assert sorted({*tried}) == rates
-        assert best_of(searched("tiny", growing, "DP-SGD", 8.0, results), results) in rates[1:-1]
-        assert len(tried) == len({*tried}) <= 2 * 8  # two rows, each rate once
+        assert search.best in rates[1:-1]
+        assert len(tried) == len({*tried}) == 8  # of two rows that share them
         few = tiny.model_copy(update={"search": Search(tries=3)})
-        assert len(searched("tiny", few, "DP-SGD", 8.0, results)) == 3
+        assert len(CellSearch.of("tiny", few, "DP-SGD", 8.0, results).tried) == 3
+
+    def test_a_rate_that_diverged_is_the_worst(
+        self, tmp_path: Path, tiny: TrainingExperiment
+    ) -> None:
+        """Its accuracy is that of guessing, which may be more than another has learnt."""
+        results = Results(tmp_path / "r.jsonl")
+        search = CellSearch.of("tiny", tiny, "DP-SGD", 8.0, results)
+        for run, more in zip(search.wanted, ({}, {"diverged": True}), strict=True):
+            results.add({**vars(run), "accuracy": 0.4 + 0.1 * bool(more), **more})
+        assert search.best == 0.1
 
     def test_the_best_of_short_runs_are_decided_between_in_full(
         self, tmp_path: Path, tiny: TrainingExperiment, monkeypatch: pytest.MonkeyPatch
@@ -413,7 +423,7 @@ class TestRuns:
                     results.add({**vars(run), "accuracy": reached(run)})
 
         monkeypatch.setattr("experiments.sweep.execute", make)
-        search = Search(tries=5, share=0.25, finalists=2, seeds=3)
+        search = Search(tries=4, share=0.25, finalists=2, seeds=3)
         row = tiny.rows["DP-SGD"].model_copy(
             update={"rates": (0.5, 1.0, 2.0, 4.0), "search": search}
         )
@@ -439,8 +449,14 @@ class TestRuns:
         self, tiny: TrainingExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         made: list[Run] = []
-        monkeypatch.setattr("experiments.sweep.execute", lambda runs, *_: made.extend(runs))
         results, place = Results(tmp_path / "r.jsonl"), Place(data=tmp_path)
+
+        def make(runs: list[Run], *_: Any) -> None:
+            made.extend(runs)
+            for run in runs:
+                results.add({**vars(run), "accuracy": 0.5})
+
+        monkeypatch.setattr("experiments.sweep.execute", make)
         sweep("tiny", tiny, results, place, ["DP-SGD", "public"], targets=[8.0])
         assert {(run.row, run.target) for run in made} == {
             ("DP-SGD", 8.0),

@@ -21,11 +21,16 @@ from scipy import stats
 from torch.utils.data import Dataset, TensorDataset
 
 from dpspan.accounting.epsilon import account
-from dpspan.accounting.promises import Budget
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
-from dpspan.app.run.training import Contender, Spent, Task, calibrated, rehearse, with_baselines
-from dpspan.engine.sampling import PoissonDraw
+from dpspan.app.run.training import (
+    Contender,
+    Spent,
+    Task,
+    planned_noise,
+    rehearse,
+    with_baselines,
+)
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public
@@ -93,7 +98,7 @@ def advise(
     everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
     scenes = _scenes(task, everyone, stand_in, records=records, folds=folds)
     tuned = [c for c in everyone if c.method is not None]
-    noise = {c.name: _noise(task, c, records) for c in tuned}
+    noise = {c.name: planned_noise(task, c, records) for c in tuned}
     first = [
         scenes[0].job(dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
         for c in tuned
@@ -160,14 +165,6 @@ def _scenes(
     return [
         rehearsal(task, source, records=records, fold=fold, others=others) for fold in range(folds)
     ]
-
-
-def _noise(task: Task, contender: Contender, records: int) -> float:
-    """z of the real run."""
-    rate = task.batch_size / records
-    steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
-    assert isinstance(task.budget, Budget)
-    return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
 
 
 def _notes(

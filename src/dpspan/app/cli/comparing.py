@@ -31,6 +31,10 @@ def compare_command(
     to: Annotated[Path, typer.Option("--out", help="Folder for all runs.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    search: Annotated[
+        int | None,
+        typer.Option(min=3, help="Learning rates to try for each row. Outside of ε, and so noted."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -40,9 +44,12 @@ def compare_command(
     model, trainable, budget, epochs, batch size. Their output sections are not used. DP-SGD is
     added if it is not there, and so are public data only and a warm start where there are public
     labels. Runs that were interrupted go on when the command is given again.
+
+    With --search each row's learning rate is searched first, around its own: short trainings, then
+    the two best in full with three seeds, judged by private records that are held out.
     """
     settings = _comparable(configs)
-    from dpspan.app.comparison import compare, verdicts
+    from dpspan.app.comparison import Search, compare, verdicts
 
     task, contenders = _task(settings, to)
     seed = next(iter(settings.values())).training.seed
@@ -52,6 +59,7 @@ def compare_command(
         out=to,
         seeds=range(seed, seed + seeds),
         jobs=jobs,
+        search=None if search is None else Search(tries=search),
         console=None if as_json or quiet else Console(stderr=True),
     )
     comparison.plot(to / "comparison.png")

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,17 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.accounting.releases import beyond, releases_from_json, releases_to_json
 from dpspan.app.comparison.results import Comparison, Result, Row, ending, verdicts
+from dpspan.app.comparison.search import Search
+from dpspan.app.comparison.tuning import RowSearch, note, trainings
 from dpspan.app.run import folder as run_folder
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.jobs import workers
 from dpspan.app.run.resumable import Run
-from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, with_baselines
+from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, settings_of, with_baselines
 from dpspan.support.checks import check_count, expect
 from dpspan.support.processes import refuse_several_processes
-from dpspan.support.strict_json import plain
 
-__all__ = ["Comparison", "Contender", "Task", "compare", "verdicts"]
+__all__ = ["Comparison", "Contender", "Search", "Task", "compare", "verdicts"]
 
 _LINES = 10  # of metrics, about, in a run
 _SUMMARY = ("certificate.json", "comparison.json", "comparison.png", "metrics.jsonl")
@@ -42,6 +42,7 @@ def compare(
     out: str | Path,
     seeds: Sequence[int] = (0, 1, 2),
     jobs: int = 1,
+    search: Search | None = None,
     console: Console | None = None,
 ) -> Comparison:
     """Run what is missing in the folder `out`, and say what came out.
@@ -60,6 +61,9 @@ def compare(
         seeds: of weights and public training; noise is always fresh.
         jobs: runs at a time, in processes of their own with one thread each; the task must then be
             picklable, its model a function of a module.
+        search: how to find every contender's learning rate first, around its own. It trains on
+            private records and is judged by others of them, which ε does not count: certificates
+            say so. All tries are kept.
         console: where the progress bar goes; none without one.
 
     Examples:
@@ -91,6 +95,8 @@ def compare(
     everyone, out = with_baselines(task, contenders), Path(out)
     _check_folders(everyone)
     with locked(out):
+        searched = {} if search is None else _search(task, everyone, out, search, jobs, console)
+        everyone = tuple(searched[c.name].found if c.name in searched else c for c in everyone)
         runs = [
             (task, each, seed, RunFolder(folder_of(out, each.name, seed)))
             for each, seed in itertools.product(everyone, seeds)
@@ -101,15 +107,41 @@ def compare(
         counts = {"total": len(runs), "done": len(runs) - len(missing)}
         with workers(min(jobs, max(1, len(missing))), console, "comparing", **counts) as run_all:
             run_all(train, missing)
-        comparison = _collected(task, budget, everyone, seeds, out)
+        comparison = _collected(task, budget, everyone, seeds, out, searched)
         RunFolder(out).write_json(out / "comparison.json", comparison.to_dict())
     return comparison
+
+
+def _search(
+    task: Task,
+    contenders: Sequence[Contender],
+    out: Path,
+    search: Search,
+    jobs: int,
+    console: Console | None,
+) -> dict[str, RowSearch]:
+    """Make the tries that are missing, of one contender as many as of another."""
+    expect(search.tries >= 3, "a search of at least 3 tries", search.tries)
+    rows = {
+        each.name: RowSearch(search=search, task=task, contender=each, row=out / _slug(each.name))
+        for each in contenders
+        if each.method is not None
+    }
+    total = len(rows) * (search.tries + search.finalists * search.seeds)
+    counts = {"total": total, "done": min(total, trainings(out))}
+    with workers(jobs, console, "searching learning rates", **counts) as run_all:
+        while missing := [job for row in rows.values() for job in row.wanted]:
+            remove_summary(out)
+            run_all(RowSearch.make, missing)
+    return rows
 
 
 def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> None:
     """One run; one that was interrupted goes on."""
     about: dict[str, Any] = {"task": task, "contender": contender, "seed": seed}
-    run = Run(**about, folder=folder, settings=_settings(**about), lines=_LINES)
+    row = folder.path.parent
+    notes = [note(count)] if (count := trainings(row.parent, row.name)) else []
+    run = Run(**about, folder=folder, settings=settings_of(**about), lines=_LINES, notes=notes)
     with run_folder.locked(folder.path):  # of its own: it may outlive the process that asked for it
         if contender.method is None:
             run.train_on_public()
@@ -143,26 +175,12 @@ def remove_summary(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def _settings(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
-    """What makes two runs the same, as it looks after a way through JSON; public things only."""
-    shared = ("epochs", "batch_size", "records", "accountant", "about")
-    settings = {
-        **contender.describe(),
-        "seed": seed,
-        **asdict(task.budget),
-        **{name: getattr(task, name) for name in shared},
-        "criterion": str(task.criterion),
-        "metric": task.metric("accuracy"),
-    }
-    return dict(plain(settings))
-
-
 def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> bool:
     """ValueError if something else was released there."""
     facts = folder.facts
     if facts is None:
         return False
-    here = _settings(task, contender, seed)
+    here = settings_of(task, contender, seed)
     if not folder.finished:
         folder.refuse_lost_ledger()  # or steps that were taken would be forgotten
     if folder.finished or _record(folder)["events"]:
@@ -175,7 +193,12 @@ def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> 
 
 
 def _collected(
-    task: Task, budget: Budget, contenders: Sequence[Contender], seeds: Sequence[int], out: Path
+    task: Task,
+    budget: Budget,
+    contenders: Sequence[Contender],
+    seeds: Sequence[int],
+    out: Path,
+    searched: Mapping[str, RowSearch],
 ) -> Comparison:
     """All runs from their folders, and all that they released as one record."""
     metric, rows, lines = task.metric("accuracy"), [], []
@@ -201,10 +224,15 @@ def _collected(
             method=None if method is None else str(method.describe()["method"]),
             learning_rate=contender.learning_rate,
             results=tuple(results),
+            tries=searched[contender.name].tries if contender.name in searched else (),
         )
         rows.append(row)
     about = {"kind": "comparison", "method": "a comparison", "runs": len(contenders) * len(seeds)}
-    whole = certificate(_together(task.accountant, out), delta=budget.delta, training=about)
+    together, searched_by = _together(task.accountant, out), trainings(out)
+    if searched_by:
+        together.warn(note(searched_by))
+        about["search_runs"] = searched_by
+    whole = certificate(together, delta=budget.delta, training=about)
     write_certificate(out / "certificate.json", whole)
     (out / "metrics.jsonl").unlink(missing_ok=True)
     RunFolder(out).append(out / "metrics.jsonl", lines)
@@ -216,6 +244,7 @@ def _collected(
         batch_size=task.batch_size,
         rows=tuple(rows),
         epsilon_together=float(whole["epsilon"]),
+        search_runs=searched_by,
     )
 
 

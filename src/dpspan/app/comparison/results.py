@@ -16,8 +16,18 @@ from pydantic import TypeAdapter, ValidationError
 from rich.table import Column, Table
 from scipy import stats
 
+from dpspan.app.comparison.search import Try
+
 FORMAT = "dpspan.comparison.1"
 UNPRIVATE = "measured on private test records without noise: NOT PRIVATE, for the operator's eyes"
+SCORE = "unprivate_held_out_accuracy"  # of a try
+
+
+@dataclass(frozen=True)
+class Tried(Try):
+    """What it has reached on private records: None if it diverged, or if that is not shown."""
+
+    value: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,7 @@ class Row:
     method: str | None
     learning_rate: float | None
     results: tuple[Result, ...]
+    tries: tuple[Tried, ...] = ()  # of the search for its learning rate
 
     @property
     def values(self) -> list[float]:
@@ -56,6 +67,12 @@ class Row:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
+    def at_the_end(self) -> bool:
+        """Whether the best learning rate was the first or the last that was tried."""
+        rates = [each.rate for each in self.tries]
+        return bool(rates) and self.learning_rate in (min(rates), max(rates))
+
+    @property
     def epsilon(self) -> float:
         """The most that one of the runs spent."""
         return max(result.epsilon for result in self.results)
@@ -67,7 +84,7 @@ class Comparison:
 
     `metric` is what was measured, `unprivate_…` on test records that are private;
     `epsilon_together` is the price of publishing every run, or the best of them: each is a release
-    of its own.
+    of its own. `search_runs` trainings on private records settled learning rates; no ε counts them.
     """
 
     metric: str
@@ -77,6 +94,7 @@ class Comparison:
     batch_size: int
     rows: tuple[Row, ...]
     epsilon_together: float
+    search_runs: int = 0
 
     @property
     def unprivate(self) -> bool:
@@ -88,6 +106,9 @@ class Comparison:
         for row, plain in zip(self.rows, content["rows"], strict=True):
             for result in plain["results"]:
                 result[self.metric] = result.pop("value")
+            for each in plain["tries"]:
+                each[SCORE] = each.pop("value")
+            plain["at_the_end"] = row.at_the_end
             plain[f"{self.metric}_mean"] = row.mean
             plain[f"{self.metric}_deviation"] = row.deviation
         return content
@@ -101,6 +122,8 @@ class Comparison:
         try:
             for result in itertools.chain(*(row["results"] for row in content["rows"])):
                 result |= {"value": result[content["metric"]], "status": ending(result)}
+            for each in itertools.chain(*(row.get("tries", ()) for row in content["rows"])):
+                each["value"] = each.get(SCORE)
             return TypeAdapter(cls).validate_python(content)
         except (ValidationError, KeyError, TypeError):  # whose words may quote numbers
             raise ValueError("The comparison is damaged: it lacks fields of one.") from None
@@ -110,6 +133,10 @@ class Comparison:
         price = f"ε = {self.epsilon:g}, δ = {self.delta:g}"
         whole = "publishing every run, or the best of them, costs"
         notes = f"mean ± standard deviation; {whole} ε = {self.epsilon_together:.2f}"
+        if self.search_runs:
+            notes += f"; no ε counts the {self.search_runs} trainings that settled learning rates"
+        if any(row.at_the_end for row in self.rows):
+            notes += "; * the best rate is at an end of those that were tried"
         numbers = ("mean ± sd", "lowest … highest", "ε a run", "lr")
         shown = Table(
             "training",
@@ -124,7 +151,7 @@ class Comparison:
                 f"{100 * row.mean:.1f}" + ("" if sd is None else f" ± {100 * sd:.1f}"),
                 f"{min(values):.1%} … {max(values):.1%}",
                 f"{row.epsilon:.3f}" if row.private else "0",
-                "" if row.learning_rate is None else f"{row.learning_rate:g}",
+                "" if row.learning_rate is None else f"{row.learning_rate:g}{'*' * row.at_the_end}",
             )
         return shown
 

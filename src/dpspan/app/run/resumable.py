@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Run:
     features: str | None = None  # the digest of the frozen layer that the data have been through
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
+    notes: Sequence[str] = ()  # for the certificate, of what was done before
 
     def __post_init__(self) -> None:
         self.training = Training(self.task, self.contender, self.seed)
@@ -130,6 +131,8 @@ class Run:
             folder.append(folder.metrics, [self._line])  # it had not come to that
 
     def _note_unprivate(self) -> None:
+        for note in self.notes:
+            self._ledger.warn(note)
         if self._output.unprivate_metrics:
             self.training.observe = self._observe
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")

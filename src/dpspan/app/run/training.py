@@ -17,7 +17,7 @@ import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import check_accountant
@@ -35,6 +35,7 @@ from dpspan.support.device_facts import Health
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.left_as_found import left_as_found
 from dpspan.support.randomness import seeded
+from dpspan.support.strict_json import plain
 
 PUBLIC_ONLY = "public only"
 
@@ -236,8 +237,8 @@ class Contender:
             made = self.build_optimizer([nn.Parameter(torch.zeros(s)) for s in ((2, 2), (2,))])
             expect(isinstance(made, Optimizer), "optimizer to make a torch optimizer", made)
             groups = [{k: g[k] for k in g if k not in _HOW_IT_RUNS} for g in made.param_groups]
-            plain = json.loads(json.dumps(groups, default=repr))
-            optimizer = {"name": type(made).__name__, "groups": plain}
+            known = json.loads(json.dumps(groups, default=repr))
+            optimizer = {"name": type(made).__name__, "groups": known}
         if self.schedule is not None:
             factors = [float(self.schedule(step, _STEPS)) for step in range(_STEPS)]
             wrong = [factor for factor in factors if not 0 <= factor < math.inf]
@@ -269,6 +270,20 @@ def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contend
     if start is not None and all(c.warm_start is None for c in plain):
         added.append(plain[0].warmed(start))
     return (*added, *contenders)
+
+
+def settings_of(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
+    """What makes two runs the same, as it looks after a way through JSON; public things only."""
+    shared = ("epochs", "batch_size", "records", "accountant", "about")
+    settings = {
+        **contender.describe(),
+        "seed": seed,
+        **dataclasses.asdict(task.budget),
+        **{name: getattr(task, name) for name in shared},
+        "criterion": str(task.criterion),
+        "metric": task.metric("accuracy"),
+    }
+    return dict(plain(settings))
 
 
 class Training:
@@ -402,9 +417,9 @@ def rehearse(
 class _Records(TensorDataset):
     """Samples in memory, a batch read at once: one at a time would take most of a step."""
 
-    def __init__(self, dataset: TensorDataset) -> None:
-        super().__init__(*dataset.tensors)
-        self.dataset = dataset  # which may be an encoded one
+    def __init__(self, dataset: Dataset[Any], tensors: Iterable[Tensor]) -> None:
+        super().__init__(*tensors)
+        self.dataset = dataset  # which may be an encoded one, or a part of one
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         chosen = torch.as_tensor(indices)
@@ -418,9 +433,12 @@ def _collate(batch: Any) -> Any:
 
 def in_batches(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
     """A loader over the samples."""
+    whole: Any = dataset.dataset if type(dataset) is Subset else dataset
     # A subclass of somebody else's may have another length, and give samples in another form.
-    if isinstance(dataset, TensorDataset) and type(dataset) in (TensorDataset, Encoded):
-        return DataLoader(_Records(dataset), batch_size=batch_size, collate_fn=_collate)
+    if type(whole) in (TensorDataset, Encoded):
+        rows = dataset.indices if isinstance(dataset, Subset) else slice(None)
+        records = _Records(dataset, (tensor[rows] for tensor in whole.tensors))
+        return DataLoader(records, batch_size=batch_size, collate_fn=_collate)
     return DataLoader(dataset, batch_size=batch_size)
 
 
@@ -439,6 +457,14 @@ def calibrated(
     return calibrate_event(
         lambda z: step_event(z, sample_rate), steps, budget, accountant=accountant, spent=spent
     )
+
+
+def planned_noise(task: Task, contender: Contender, records: int) -> float:
+    """z of a run on so many records, within the task's budget."""
+    rate = min(1.0, task.batch_size / records)
+    steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
+    assert isinstance(task.budget, Budget)
+    return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
 
 
 def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
