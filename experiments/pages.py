@@ -10,12 +10,13 @@ from typing import Any
 from benchmarks import page as speed
 from scipy.stats import spearmanr
 
-from experiments import dimension, plots, tables
+from experiments import anchors, dimension, plots, reproduction, tables
 from experiments.catalogue import Experiment, load, names
+from experiments.claims import CLAIMS
 from experiments.distances import MEASURES, MODELS, ChoosingExperiment
 from experiments.runner import Results, spread
 from experiments.schema import PUBLIC_ONLY, TrainingExperiment
-from experiments.sweep import CellSearch, reported
+from experiments.sweep import CellSearch, cell_runs
 
 ENOUGH_SEEDS = 3
 HEAD = """# Results
@@ -36,7 +37,7 @@ for this row: it is another row's, or the only one tried; † fewer than three s
 
 def render(folder: Path, docs: Path) -> Path:
     """Write docs/results.md and its plots; the path of the page."""
-    parts = [HEAD]
+    parts = [HEAD, reproduction.table(CLAIMS, folder)]
     for name in names():
         experiment = load(name)
         results = Results(folder / f"{name}.jsonl")
@@ -44,6 +45,8 @@ def render(folder: Path, docs: Path) -> Path:
             continue  # nothing, or no more than a search
         parts.append(f"## {experiment.title}\n\n*{experiment.paper}.* {experiment.about}\n")
         parts.append(_page(name, experiment, results, docs))
+        others = getattr(experiment, "others", ())
+        parts += [anchors.table(others)] if others else []
         parts += [f"- {note}" for note in experiment.notes]
         parts.append(f"\n{_made(results)}\n")
     parts.append(speed.page(docs))
@@ -66,15 +69,6 @@ def _page(name: str, experiment: Experiment, results: Results, docs: Path) -> st
     if isinstance(experiment, ChoosingExperiment):
         text += "\n" + distance_table(name, experiment, results)
     return text
-
-
-def cell_runs(
-    name: str, experiment: TrainingExperiment, row: str, target: float | None, results: Results
-) -> list[dict[str, Any]]:
-    """The stored runs of one cell."""
-    private = experiment.rows[row].private
-    runs = reported(name, experiment, row, target if private else None, results, 100)
-    return [found for run in runs if (found := results.of(run)) is not None]
 
 
 def training_table(name: str, experiment: TrainingExperiment, results: Results) -> str:
@@ -146,12 +140,10 @@ def _cell(
     text = spread([run[experiment.metric] for run in runs])
     if runs and len(runs) < ENOUGH_SEEDS:
         text += " †"
-    target_or_none = target if section.private else None
-    search = CellSearch.of(name, experiment, row, target_or_none, results).tried
-    if runs and search and runs[0]["rate"] in (search[0].rate, search[-1].rate):
-        text += "\\*"
-    if runs and section.method != PUBLIC_ONLY and (not search or search[0].row != row):
-        text += "‡"
+    if runs and section.method != PUBLIC_ONLY:
+        of_row = target if section.private else None
+        search = CellSearch.of(name, experiment, row, of_row, results)
+        text += search.marks(row, runs[0]["rate"])
     return f"{text} ({section.paper[target]:g})" if target in section.paper else text
 
 

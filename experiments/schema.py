@@ -21,6 +21,7 @@ from dpspan.app.config.sections import (
     WarmStartSection,
 )
 from dpspan.app.section import Count, Numbers, Positive, Section, Share, Texts
+from experiments.anchors import Anchor
 from experiments.data import AnyData
 from experiments.linear import ConvexSection
 from experiments.patches import AnyExperimentModel, PatchesModel
@@ -155,6 +156,7 @@ class TrainingExperiment(Section):
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy"
     attack: bool = False
     plotted: Texts = ()
+    others: Annotated[tuple[Anchor, ...], Field(strict=False)] = ()
     rows: dict[str, Row] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from dpspan.app.comparison.search import Search, Try
 from experiments.one_run import Run, train
@@ -93,6 +94,13 @@ class CellSearch:
             return self.rates[0]
         return self.search.best(self.rates, self._known)
 
+    def marks(self, row: str, rate: float) -> str:
+        """How well the rate of a row was found: at an end of its grid, or not by its own search."""
+        tried = self.tried
+        end = tried and rate in (tried[0].rate, tried[-1].rate)
+        own = tried and self.example.row == row
+        return ("\\*" if end else "") + ("" if own else "‡")
+
     def _run(self, each: Try) -> Run:
         share = None if each.share == 1 else each.share
         return replace(self.example, rate=each.rate, seed=each.seed, share=share)
@@ -116,3 +124,12 @@ def reported(
     rate = CellSearch.of(name, experiment, row, target, results).best
     digest = experiment.digest(row)
     return [Run(name, row, target, rate, seed, False, digest) for seed in range(seeds)]
+
+
+def cell_runs(
+    name: str, experiment: TrainingExperiment, row: str, target: float | None, results: Results
+) -> list[dict[str, Any]]:
+    """The stored runs of one cell."""
+    private = experiment.rows[row].private
+    runs = reported(name, experiment, row, target if private else None, results, 100)
+    return [found for run in runs if (found := results.of(run)) is not None]

@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
@@ -46,6 +46,7 @@ from dpspan.convex import (
     Released,
     ReleasedSecondMoment,
 )
+from experiments.anchors import Anchor
 from experiments.runner import Place, Results, execute
 
 DELTA, PUBLIC, RANK = 1e-6, 500, 50
@@ -101,6 +102,7 @@ class TablesExperiment(Section):
     paper: str
     about: str
     notes: Texts = ()
+    others: Annotated[tuple[Anchor, ...], Field(strict=False)] = ()
     tables: Texts
     epsilons: Numbers
     seeds: Count
