@@ -23,14 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 from dpspan.accounting.epsilon import account
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
-from dpspan.app.run.training import (
-    Contender,
-    Spent,
-    Task,
-    planned_noise,
-    rehearse,
-    with_baselines,
-)
+from dpspan.app.run.training import Contender, Spent, Task, noise_for, rehearse, with_baselines
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public
@@ -98,7 +91,7 @@ def advise(
     everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
     scenes = _scenes(task, everyone, stand_in, records=records, folds=folds)
     tuned = [c for c in everyone if c.method is not None]
-    noise = {c.name: planned_noise(task, c, records) for c in tuned}
+    noise = {c.name: noise_for(task, c, records) for c in tuned}
     first = [
         scenes[0].job(dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
         for c in tuned

@@ -25,7 +25,7 @@ from dpspan.app.run.training import (
     Task,
     Training,
     accuracy_and_loss,
-    planned_noise,
+    noise_for,
     settings_of,
 )
 from dpspan.support.strict_json import plain
@@ -104,7 +104,7 @@ class RowSearch:
             records=None,
         )
         contender = dataclasses.replace(self.contender, learning_rate=each.rate)
-        noise = planned_noise(task, contender, task.count)
+        noise = noise_for(task, contender, task.count)
         training = Training(task, contender, each.seed)
         training.prepare(Ledger(), noise_multiplier=noise)
         try:

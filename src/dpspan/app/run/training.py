@@ -459,7 +459,7 @@ def calibrated(
     )
 
 
-def planned_noise(task: Task, contender: Contender, records: int) -> float:
+def noise_for(task: Task, contender: Contender, records: int) -> float:
     """z of a run on so many records, within the task's budget."""
     rate = min(1.0, task.batch_size / records)
     steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
