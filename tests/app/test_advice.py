@@ -29,7 +29,7 @@ from dpspan.app.advice import (
 )
 from dpspan.app.comparison import Contender, Task
 from dpspan.public.data import PublicData
-from dpspan.public.overlap import fingerprints
+from dpspan.public.fingerprints import fingerprints
 
 
 class Untouchable(Dataset[Any]):

@@ -12,12 +12,14 @@ import torch
 from experiments import demo_rates
 from matplotlib import font_manager
 from rich.console import Console
+from torch.utils.data import DataLoader
 
 from dpspan.app import demo
 from dpspan.app.demo import data
 from dpspan.app.run import RunFolder
 from dpspan.public.data import PublicData
-from dpspan.public.overlap import fingerprints, refuse_overlap
+from dpspan.public.fingerprints import fingerprints
+from dpspan.public.overlap import refuse_overlap
 
 OLD_FONTS = not any(font.name in data.ITALIC for font in font_manager.fontManager.ttflist)
 
@@ -93,7 +95,7 @@ def test_the_search_for_settings() -> None:
 def test_no_record_is_in_two_parts() -> None:
     digits = data.handwritten(opt_in=demo.OPT_IN, test=demo.TEST)
     assert len(digits.private) == 1797 - demo.OPT_IN - demo.TEST
-    refuse_overlap(PublicData.of(digits.opt_in), digits.private)
+    refuse_overlap(DataLoader(digits.private), [PublicData.of(digits.opt_in)])
     tested = set(fingerprints(digits.test.tensors[0]))
     assert not tested & set(fingerprints(digits.private.tensors[0]))
 

@@ -21,7 +21,8 @@ from torch.utils.data import (
 
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader
 from dpspan.public.data import PublicData, Samples, move
-from dpspan.public.overlap import fingerprints, refuse_overlap, without_public
+from dpspan.public.fingerprints import fingerprints
+from dpspan.public.overlap import refuse_overlap, without_public
 
 N = 10
 X = torch.randn(N, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -368,14 +369,14 @@ ELSEWHERE = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(1))
 )
 def test_copies_are_found_whatever_their_labels_and_dtypes(private: Any) -> None:
     with pytest.raises(ValueError, match=r"4 of the 4 samples .*'public' also occur.*sample 0"):
-        refuse_overlap(PUBLIC, private)
+        refuse_overlap(DataLoader(private), [PUBLIC])
 
 
 def test_the_message_says_what_to_do() -> None:
     private = TensorDataset(torch.cat([ELSEWHERE, X[2:3]]))
     message = r"1 of the 4 .*e\.g\. public sample 2\).*dpspan\.without_public.*do not publish it"
     with pytest.raises(ValueError, match=message):
-        refuse_overlap(PUBLIC, private)
+        refuse_overlap(DataLoader(private), [PUBLIC])
 
 
 @pytest.mark.parametrize(
@@ -391,7 +392,7 @@ def test_the_message_says_what_to_do() -> None:
     ],
 )
 def test_what_is_no_copy_is_let_pass(private: Any) -> None:
-    refuse_overlap(PUBLIC, private)
+    refuse_overlap(DataLoader(private), [PUBLIC])
     assert without_public(private, PUBLIC).indices == list(range(len(private)))
 
 
@@ -400,18 +401,18 @@ def test_strings_and_odd_batches_are_no_copies() -> None:
         def __getitem__(self, index: int) -> Any:
             return {"text": "word", "label": 1}
 
-    refuse_overlap(PUBLIC, Words([], []))
-    refuse_overlap(PUBLIC, TensorDataset(X), collate_fn=lambda records: X[:1])  # not one a record
-    refuse_overlap(PUBLIC, TensorDataset(X), collate_fn=lambda records: [])
+    refuse_overlap(DataLoader(Words([], [])), [PUBLIC])
+    for odd in (lambda records: X[:1], lambda records: []):  # not one a record
+        refuse_overlap(DataLoader(TensorDataset(X), collate_fn=odd), [PUBLIC])
 
 
 def test_the_collation_counts() -> None:
-    refuse_overlap(
-        PUBLIC, TensorDataset(X), lambda records: torch.stack([r[0] * 2 for r in records])
-    )
-    halves = TensorDataset(X / 2)
+    def doubled(rows: Any) -> Tensor:
+        return torch.stack([row[0] * 2 for row in rows])
+
+    refuse_overlap(DataLoader(TensorDataset(X), collate_fn=doubled), [PUBLIC])
     with pytest.raises(ValueError, match="4 of the 4"):
-        refuse_overlap(PUBLIC, halves, lambda rows: torch.stack([row[0] * 2 for row in rows]))
+        refuse_overlap(DataLoader(TensorDataset(X / 2), collate_fn=doubled), [PUBLIC])
 
 
 def test_augmented_views_through_a_subset_are_not_bypassed() -> None:
@@ -419,9 +420,9 @@ def test_augmented_views_through_a_subset_are_not_bypassed() -> None:
         def __getitem__(self, index: Any) -> Any:
             return tuple(2 * tensor for tensor in super().__getitem__(index))
 
-    refuse_overlap(PUBLIC, Doubled(X))
+    refuse_overlap(DataLoader(Doubled(X)), [PUBLIC])
     with pytest.raises(ValueError, match="4 of the 4"):
-        refuse_overlap(PUBLIC, Subset(Doubled(X / 2), range(N)))
+        refuse_overlap(DataLoader(Subset(Doubled(X / 2), range(N))), [PUBLIC])
 
 
 def test_negative_zero_is_zero_and_integer_widths_are_equal() -> None:
@@ -442,7 +443,7 @@ def test_padding_hides_nothing() -> None:
     public = PublicData.of(pad([[5, 6, 7], [8]], to=6))
     private = Texts([1, 2, 3, 4], [8], [5, 6], [5, 6, 7, 0], [5, 6, 7])
     with pytest.raises(ValueError, match="2 of the 2"):
-        refuse_overlap(public, private, pad)
+        refuse_overlap(DataLoader(private, collate_fn=pad), [public])
     assert without_public(private, public, pad).indices == [0, 2, 3]
 
 
@@ -461,7 +462,7 @@ def test_records_that_do_not_stack_are_compared_one_by_one() -> None:
 
     public = PublicData.of(torch.tensor([[1, 2, 3]]))
     with pytest.raises(ValueError, match="1 of the 1"):
-        refuse_overlap(public, Sizes([4], [1, 2, 3], [5, 6]))
+        refuse_overlap(DataLoader(Sizes([4], [1, 2, 3], [5, 6])), [public])
     assert without_public(Sizes([4], [1, 2, 3], [5, 6]), public).indices == [0, 2]
 
 
@@ -469,7 +470,7 @@ def test_without_public_takes_the_copies_out_of_the_private_side() -> None:
     private = TensorDataset(torch.cat([X[3:5], ELSEWHERE, X[:1], X[:1]]), torch.arange(10))
     rest = without_public(private, (X[:4], Y[:4]))
     assert [int(label) for _, label in rest] == [1, 2, 3, 4, 5, 6, 7]
-    refuse_overlap(PUBLIC, rest)
+    refuse_overlap(DataLoader(rest), [PUBLIC])
     nested = without_public(Subset(private, [9, 0, 5]), PUBLIC)
     assert [int(label) for _, label in nested] == [5]
 
@@ -478,5 +479,5 @@ def test_copies_beyond_the_first_batch_are_found() -> None:
     many = torch.arange(2000.0).reshape(1000, 2)
     public = PublicData.of(many[-3:])
     with pytest.raises(ValueError, match="3 of the 3"):
-        refuse_overlap(public, TensorDataset(many))
+        refuse_overlap(DataLoader(TensorDataset(many)), [public])
     assert len(without_public(Slow(many), public)) == 997

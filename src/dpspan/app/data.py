@@ -16,7 +16,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,7 +35,8 @@ Classes = int | tuple[str, ...]  # how many, or their names in order
 Layout = Literal["as_is", "add_channel", "channels_last"]
 Raw = tuple[Array, Array | None, Layout | None]  # inputs, labels (numbers or texts), and layout
 
-_PIECE = 2048  # samples fingerprinted at a time
+_PIECE = 1024  # lines of a CSV file read, and samples compared, at a time
+_BATCH = 8192  # rows of a Parquet file read at a time
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 
@@ -69,7 +69,7 @@ class Loaded:
 
     dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
     classes: int
-    raw: tuple[bytes, ...] = field(repr=False)  # fingerprints of the inputs before scaling
+    raw: Array = field(repr=False)  # fingerprints of the inputs before scaling
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -89,20 +89,19 @@ class Loaded:
 
         Sources of one file may be scaled differently, and a file may hold another one scaled.
         """
-        raw, scaled = set(other.raw), set(other._scaled)
-        pairs = zip(self.raw, self._scaled, strict=True)
-        return [i for i, (one, two) in enumerate(pairs) if one in raw or two in scaled]
+        from dpspan.public.fingerprints import Sieve
 
-    @cached_property
-    def _scaled(self) -> tuple[bytes, ...]:
-        return _fingerprints(self.tensors[0])
+        sieve = Sieve(lambda: _pieces(self.tensors[0]))
+        scaled = (each for x in _pieces(other.tensors[0]) for each in sieve.among(x).values())
+        known = self.raw.tolist()
+        raw = set(known).intersection(other.raw.tolist())
+        in_files = (place for place, each in enumerate(known) if each in raw)
+        return sorted({*in_files, *sieve.places(scaled)})
 
 
-def _fingerprints(inputs: Tensor) -> tuple[bytes, ...]:
-    """One hash a sample; whole numbers and floats of the same value are the same."""
-    from dpspan.public.overlap import fingerprints
-
-    return tuple(print_ for piece in inputs.split(_PIECE) for print_ in fingerprints(piece.float()))
+def _pieces(inputs: Tensor) -> Iterator[Tensor]:
+    """Whole numbers and floats of the same value are the same."""
+    return (piece.float() for piece in inputs.split(_PIECE))
 
 
 def load(source: Source, *, classes: Classes) -> Loaded:
@@ -113,6 +112,8 @@ def load(source: Source, *, classes: Classes) -> Loaded:
     """
     import torch
     from torch.utils.data import TensorDataset
+
+    from dpspan.public.fingerprints import fingerprints, packed
 
     count = check_count("classes", classes if isinstance(classes, int) else len(classes))
     if not source.path.exists():
@@ -129,7 +130,8 @@ def load(source: Source, *, classes: Classes) -> Loaded:
         wanted = "whole numbers as tokens" if tokens else "numbers as inputs"
         raise ValueError(f"Expected {wanted} in {source.path}, got {inputs.dtype}.")
     arrays = [inputs.astype(np.int64) if tokens else _arranged(source.path, inputs, layout)]
-    raw = _fingerprints(torch.from_numpy(arrays[0]))  # now, as what follows writes to it
+    # Now, as what follows writes to it
+    raw = packed(map(fingerprints, _pieces(torch.from_numpy(arrays[0]))))
     if not tokens:
         _scale(source, arrays[0], 255.0 if inputs.dtype == np.uint8 else 1.0)
     if labels is not None:
@@ -146,7 +148,7 @@ def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
         inputs = np.moveaxis(inputs, -1, 1)
     elif layout == "add_channel" or (not layout and inputs.dtype == np.uint8 and inputs.ndim == 3):
         inputs = inputs[:, None]
-    arranged = np.array(inputs, dtype=np.float32, order="C")
+    arranged = np.require(inputs, np.float32, ["C", "W"])  # a copy only where it must be one
     bad = np.flatnonzero(~np.isfinite(arranged).reshape(len(arranged), -1).all(1))
     if len(bad):
         raise ValueError(
@@ -358,36 +360,90 @@ class Table(Source):
         strange = ", ".join(sorted(set(self.categories) - set(self.inputs)))
         expect(not strange, f"categories of columns among inputs for {self.path}", strange)
         names = [*self.inputs, *([] if self.label is None else [self.label])]
-        columns = self.columns(names)
-        parts = [self._part(name, columns[name]) for name in self.inputs]
-        labels = None if self.label is None else np.asarray(columns[self.label])
-        return np.concatenate(parts, axis=1), labels, None
+        columns = {name: _Column(self.categories.get(name)) for name in self.inputs}
+        inputs, labels = _Rows(), []
+        for values in self.pieces(list(dict.fromkeys(names))):
+            parts = {name: column.numbers(values[name]) for name, column in columns.items()}
+            if all(column.wrong is None for column in columns.values()):
+                inputs.append(np.concatenate([parts[name] for name in self.inputs], axis=1))
+            if self.label is not None:
+                labels.append(np.asarray(values[self.label]))
+        for name, column in columns.items():
+            if column.wrong is not None:
+                raise ValueError(
+                    f"Expected {column.expected} in column '{name}' of {self.path}, got something "
+                    f"else in row {column.wrong + 1}. {column.cure}."
+                )
+        return inputs.whole(), np.concatenate(labels) if labels else None, None
 
     @abstractmethod
-    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        """The values of these columns, texts or numbers; None for a gap."""
+    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
+        """The values of these columns, a few rows at a time, texts or numbers; None for a gap."""
 
-    def _part(self, name: str, values: list[Any]) -> Array:
-        known = self.categories.get(name)
-        vectors = known is None and isinstance(values[0], list | np.ndarray)
-        if vectors and len({np.shape(value) for value in values}) == 1:
-            with contextlib.suppress(TypeError, ValueError):
-                return np.asarray(values, dtype=np.float32)[:, None]
-        fits = [is_number(value) if known is None else str(value) in known for value in values]
-        if not all(fits):
-            expected, cure = f"one of {list(known or ())}", "Add it to `categories`"
-            if known is None:
-                expected = "numbers"
-                cure = "List its possible values under `categories`, fill gaps with a constant, or "
-                cure += "leave the column out"
-            raise ValueError(
-                f"Expected {expected} in column '{name}' of {self.path}, got something else in "
-                f"row {fits.index(False) + 1}. {cure}."
-            )
-        if known is None:
-            return np.array([float(value) for value in values], dtype=np.float32)[:, None]
-        texts = np.array([str(value) for value in values], dtype=str)
-        return np.asarray(texts[:, None] == np.array(known, dtype=str), dtype=np.float32)
+
+class _Rows:
+    """An array that grows in its place: joining its parts would take their memory once more."""
+
+    def __init__(self) -> None:
+        self._array, self._count = np.empty((0, 0), np.float32), 0
+
+    def append(self, rows: Array) -> None:
+        first, self._count = self._count, self._count + len(rows)
+        if self._count > len(self._array):
+            room = max(self._count, len(self._array) * 9 // 8)
+            self._array.resize((room, *rows.shape[1:]), refcheck=False)
+        self._array[first : self._count] = rows
+
+    def whole(self) -> Array:
+        self._array.resize((self._count, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+
+class _Column:
+    """A column made numbers, piece by piece; `wrong` is the first row that cannot be."""
+
+    expected = "numbers"
+    cure = "List its possible values under `categories`, fill gaps with a constant, or leave the "
+    cure += "column out"
+
+    def __init__(self, categories: Sequence[str] | None) -> None:
+        self.wrong: int | None = None
+        self._rows, self._shape = 0, ()
+        self._vectors, self._codes = False, None
+        if categories is not None:
+            self.expected, self.cure = f"one of {list(categories)}", "Add it to `categories`"
+            self._codes = {text: code for code, text in enumerate(categories)}
+            texts = np.array(categories, dtype=str)
+            self._indicators = np.asarray(texts[:, None] == texts, dtype=np.float32)
+
+    def numbers(self, values: list[Any] | Array) -> Array:
+        """Of shape (rows, width, …); without a meaning once something was wrong."""
+        if not self._rows:
+            self._vectors = self._codes is None and isinstance(values[0], list)
+        try:
+            made = self._made(values)
+            if self._rows and made.shape[1:] != self._shape:
+                raise ValueError("vectors of several lengths")
+        except (TypeError, ValueError, LookupError):
+            made = np.empty(0)
+            if self.wrong is None:
+                fits = [self._fits(value) for value in values]
+                self.wrong = 0 if self._vectors else self._rows + fits.index(False)
+        self._rows, self._shape = self._rows + len(values), made.shape[1:]
+        return made
+
+    def _made(self, values: list[Any] | Array) -> Array:
+        if self._vectors:
+            return np.asarray(values, dtype=np.float32)[:, None]
+        if isinstance(values, list):
+            if self._codes is not None:
+                return self._indicators[[self._codes[str(value)] for value in values]]
+            values = np.array([float(value) for value in values])
+        with np.errstate(over="ignore"):  # infinity is refused later
+            return values.astype(np.float64).astype(np.float32)[:, None]
+
+    def _fits(self, value: Any) -> bool:
+        return is_number(value) if self._codes is None else str(value) in self._codes
 
 
 class Csv(Table):
@@ -396,25 +452,29 @@ class Csv(Table):
     format: Literal["csv"] = "csv"
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
 
-    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        (_, header), *rows = read_csv(self.path, self.delimiter)
+    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
+        lines = read_csv(self.path, self.delimiter)
+        _, header = next(lines)
         check_names(self.path, "column", names, header)
-        for line, row in rows:
-            if len(row) != len(header):
-                lengths = f"line {line} has {len(row)} values, the header {len(header)}"
-                raise ValueError(f"{self.path} is not a readable CSV file: {lengths}.")
         places = {name: header.index(name) for name in names}
-        return {name: [row[place].strip() for _, row in rows] for name, place in places.items()}
+        while numbered := list(itertools.islice(lines, _PIECE)):
+            for line, row in numbered:
+                if len(row) != len(header):
+                    lengths = f"line {line} has {len(row)} values, the header {len(header)}"
+                    raise ValueError(f"{self.path} is not a readable CSV file: {lengths}.")
+            yield {
+                name: [row[place].strip() for _, row in numbered] for name, place in places.items()
+            }
 
 
-def read_csv(
-    path: Path, delimiter: str = ",", most: int | None = None
-) -> list[tuple[int, list[str]]]:
-    """Lines with their numbers, at most so many; the header, even an empty one, comes first."""
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """Lines with their numbers; the header, even an empty one, comes first."""
     with reading(path, "CSV file"), path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
-        numbered = ((lines.line_num, row) for row in lines if row)
-        return list(itertools.islice(numbered, most)) or [(1, [])]
+        rows = (row for row in lines if row)
+        yield lines.line_num + 1, next(rows, [])
+        for row in rows:
+            yield lines.line_num, row
 
 
 class Parquet(Table):
@@ -422,11 +482,23 @@ class Parquet(Table):
 
     format: Literal["parquet"] = "parquet"
 
-    def columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
         file = open_parquet(self.path)
         check_names(self.path, "column", names, file.schema_arrow.names)
         with reading(self.path, "Parquet file"):
-            return dict(file.read(columns=list(dict.fromkeys(names))).to_pydict())
+            for batch in file.iter_batches(_BATCH, columns=list(names)):
+                if batch.num_rows:
+                    yield {name: self._values(name, batch.column(name)) for name in names}
+
+    def _values(self, name: str, column: Any) -> list[Any] | Array:
+        """An array of numbers where there are nothing but numbers; else Python's own values."""
+        from pyarrow import types
+
+        kinds = (types.is_integer, types.is_floating, types.is_boolean)
+        plain = not column.null_count and any(is_kind(column.type) for is_kind in kinds)
+        if plain and name not in self.categories:
+            return np.asarray(column.to_numpy(zero_copy_only=False))
+        return list(column.to_pylist())
 
 
 def open_parquet(path: Path) -> Any:

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.model.per_sample import SampleCriterion, SampleLosses, check_one_each
-from dpspan.public.data import Array, move, read
+from dpspan.public.data import move, read
+from dpspan.public.fingerprints import Array
 from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.left_as_found import left_as_found
 from dpspan.support.strict_json import plain

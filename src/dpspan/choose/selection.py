@@ -149,8 +149,7 @@ def choose_public(
     for each in data.values():
         check_independence(probe, subspaces, each)
     # Private records are not read before this line, so no refusal above tells anything of them.
-    for each in data.values():
-        refuse_overlap(each, loader.dataset, loader.collate_fn)
+    refuse_overlap(loader, data.values())
     sums = totals(probe, subspaces, sampled_batches(loader, sample_rate, probe.piece), threshold)
     for each in data.values():
         detail = f"candidate of a private choice: {mechanism}, ε = {epsilon:g}, rank {rank}"

@@ -134,14 +134,13 @@ def admit_public(
         *(PublicUse(data, by_method) for data in mechanism.public),
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),
     ]
-    for use in uses:
-        refuse_overlap(use.data, private.dataset, private.collate_fn)
+    start = [] if warm_start is None else [PublicData.of(warm_start.data)]
+    refuse_overlap(private, [*(use.data for use in uses), *start])
     check_collation(private, setting.warn)
     # These were compared with the private records when they were encoded.
     uses += [PublicUse(each.public, each.layer) for each in encodings(private.dataset)]
     if warm_start is not None:  # last: whatever can be refused has been
-        data = PublicData.of(warm_start.data)
-        refuse_overlap(data, private.dataset, private.collate_fn)
+        [data] = start
         result = dataclasses.replace(warm_start, data=data).run(setting.model, setting.criterion)
         uses.insert(0, PublicUse(data, warm_start.summary(result)))
     return uses

@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
 from dpspan.accounting.events import gaussian_event, step_event
-from dpspan.public.data import batches_of
+from dpspan.public.data import batches_of, check_map_style
 from dpspan.support.checks import check_count, expect
 from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
@@ -390,11 +389,7 @@ def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
             "This data loader is private already: pass the DataLoader it was made from."
         )
     dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"The data loader's dataset has no length: {type(dataset).__name__} cannot be sampled "
-            "record by record; give a map-style dataset with __len__ and __getitem__."
-        )
+    check_map_style(dataset, "The data loader's dataset")
     if len(dataset) == 0:
         raise ValueError("The data loader's dataset is empty: give it at least one record.")
     if loader.batch_sampler is None:

@@ -5,15 +5,15 @@ Face makes them: the labels under "labels" or "label", everything else inputs. E
 samples in its first dimension.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from functools import cached_property, singledispatch
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -27,13 +27,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpspan.public.fingerprints import Sieve, leaves
 from dpspan.support.checks import check_count, expect
 
 _LABEL_KEYS = ("labels", "label")
+_COMPARED = 512  # samples that a sieve is made of at a time
 _READ = 2048  # samples read, or handed over, at a time where nobody says otherwise
 
 Collate = Callable[[list[Any]], Any]
-Array = np.ndarray[Any, Any]
 Batch = tuple[Any, ...]  # (inputs,) or (inputs, labels)
 
 
@@ -156,6 +157,11 @@ class PublicData(Samples):
 
     what: ClassVar[str] = "public data"
 
+    @cached_property
+    def sieve(self) -> Sieve:
+        """Finds copies of the samples; made once, since they never change."""
+        return Sieve(lambda: (piece.inputs for piece in self.pieces(_COMPARED)), self.raw)
+
     @classmethod
     def of(cls, source: object, *, name: str = "public") -> Self:
         """Read a map-style dataset, a DataLoader, a tensor, (x,), (x, y) or a dict of tensors.
@@ -204,7 +210,7 @@ def _(source: Dataset) -> Iterable[Any]:  # type: ignore[type-arg]
             f"The dataset ({type(source).__name__}) is an IterableDataset, or has no length: give "
             "a map-style dataset, or a DataLoader over it (it must end: all is held in memory)."
         )
-    return (batch for _, batch in in_order(source, _READ, default_collate))
+    return (batch for piece in in_order(source, _READ, default_collate) for _, batch in piece)
 
 
 @batches_of.register
@@ -218,27 +224,57 @@ def _(source: DataLoader) -> Iterable[Any]:  # type: ignore[type-arg]
     return DataLoader(source.dataset, **{name: getattr(source, name) for name in names})
 
 
-def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[tuple[int, Any]]:
-    """The records of a map-style dataset in order, collated `size` at a time, as (records, batch).
+def check_map_style(dataset: Any, what: str) -> None:
+    """TypeError for a stream, with what to give in its place."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{what} has no length: {type(dataset).__name__} cannot be sampled record by record, "
+            "as private training must; give a map-style dataset with __len__ and __getitem__. "
+            "Records that do not fit into memory can be mapped from Arrow files: "
+            'datasets.load_from_disk(folder).with_format("torch") is map-style (the extra '
+            "`datasets`; see docs/many-records.md)."
+        )
 
-    Records that cannot be collated together (different shapes) come one by one.
-    """
+
+def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[list[tuple[int, Any]]]:
+    """The records of a map-style dataset in order, `size` at a time, as `collated` gives them."""
     for start in range(0, len(dataset), size):
         indices = range(start, min(start + size, len(dataset)))
-        try:
-            together = [(len(indices), _collated(dataset, indices, collate_fn))]
-        except (RuntimeError, ValueError, TypeError):  # tensors of different sizes do not stack
-            together = [(1, _collated(dataset, [index], collate_fn)) for index in indices]
-        yield from together
+        inner, chosen = _behind_subsets(dataset, indices)
+        if in_memory(inner, collate_fn):
+            yield [(len(indices), [tensor[_selected(chosen)] for tensor in inner.tensors])]
+        elif callable(several := getattr(inner, "__getitems__", None)):  # as a DataLoader reads
+            yield collated(several(list(chosen)), collate_fn)
+        else:
+            yield collated([inner[index] for index in chosen], collate_fn)
 
 
-def _collated(dataset: Any, indices: Sequence[int], collate_fn: Collate) -> Any:
-    """One batch; tensors in memory are indexed at once."""
+def collated(records: Sequence[Any], collate_fn: Collate) -> list[tuple[int, Any]]:
+    """The records as batches, (records, batch); one by one if they cannot be collated together."""
+    # A collate_fn may take a record apart, and be called a second time.
+    copies = [copy.copy(each) if isinstance(each, Mapping) else each for each in records]
+    try:
+        return [(len(records), collate_fn(copies))]
+    except (RuntimeError, ValueError, TypeError):  # tensors of different sizes do not stack
+        return [(1, collate_fn([record])) for record in records]
+
+
+def in_memory(dataset: Any, collate_fn: Collate) -> bool:
+    """Whether batches are rows of tensors, which are indexed at once."""
+    inner, _ = _behind_subsets(dataset, ())
+    return type(inner) is TensorDataset and collate_fn is default_collate
+
+
+def _behind_subsets(dataset: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
     while type(dataset) is Subset:  # not a subclass, which may change what it returns
         dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
-    if type(dataset) is TensorDataset and collate_fn is default_collate:
-        return [tensor[torch.as_tensor(indices)] for tensor in dataset.tensors]
-    return collate_fn([dataset[index] for index in indices])
+    return dataset, indices
+
+
+def _selected(indices: Sequence[int]) -> Any:
+    if isinstance(indices, range):
+        return slice(indices.start, indices.stop)  # a view
+    return torch.as_tensor(indices)
 
 
 def hold(batch: Any) -> Batch:
@@ -287,18 +323,6 @@ def _plain(tree: Any) -> Any:
     tensor = tree.detach().cpu()
     # Worker processes hand over shared memory, of which a process can hold only so many handles.
     return tensor.clone() if tensor.is_shared() else tensor
-
-
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path, keys in sorted order: how a dict was built does not matter."""
-    if isinstance(tree, Mapping):
-        for key in sorted(tree, key=str):
-            yield from leaves(tree[key], f"{path}.{key}")
-    elif isinstance(tree, tuple | list):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}.{index}")
-    else:
-        yield path, tree
 
 
 def _samples(batch: Batch) -> int:

@@ -3,17 +3,30 @@
 Also of records that a frozen layer has been applied to, by what they were before.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from dpspan.public.data import Array, Collate, PublicData, in_order, inputs_of, leaves
+from dpspan.public.data import (
+    Collate,
+    PublicData,
+    check_map_style,
+    collated,
+    in_memory,
+    in_order,
+    inputs_of,
+)
+from dpspan.public.fingerprints import Sieve, leaves
+from dpspan.public.unchanged import stamp
+from dpspan.support.progress import watched
 
 _COMPARED = 512  # private records compared at a time
+
+Found = tuple[int, list[dict[int, bytes]]]  # how many records; of each sieve, which it found
 
 
 class Encoded(TensorDataset):
@@ -41,60 +54,41 @@ def encodings(dataset: Any) -> list[Encoded]:
     return [found for each in behind if each is not None for found in encodings(each)]
 
 
-def fingerprints(inputs: Any) -> list[bytes]:
-    """A hash of each sample's inputs: equal for equal values of equal shapes.
-
-    Neither the labels nor the width of a dtype count (floats are compared as float32, integers as
-    int64), nor padding that an "attention_mask" marks, or another length would hide a copy.
-    """
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    kept = None if mask is None else mask.cpu().bool().numpy()
-    columns = [_canonical(leaf) for _, leaf in leaves(inputs)]
-    hashes = [hashlib.blake2b(digest_size=16) for _ in columns[0]]
-    for column in columns:
-        rows = list(column)
-        if kept is not None and _is_padded(column, kept):
-            rows = [row[keep] for row, keep in zip(column, kept, strict=True)]
-        for sample, row in zip(hashes, rows, strict=True):
-            sample.update(f"{row.shape};".encode())
-            sample.update(row.tobytes())
-    return [sample.digest() for sample in hashes]
-
-
-def _is_padded(column: Array, kept: Array) -> bool:
-    """Whether what the mask drops is one constant: a mask of other meaning would drop content."""
-    if column.shape[: kept.ndim] != kept.shape:
-        return False
-    dropped = column[~kept]
-    return bool((dropped == dropped.reshape(-1)[:1]).all())
-
-
-def refuse_overlap(
-    public: PublicData, private: Dataset[Any], collate_fn: Collate = default_collate
-) -> None:
+def refuse_overlap(private: DataLoader[Any], public: Iterable[PublicData]) -> None:
     """ValueError if public samples are copies of private records, whatever their labels.
 
-    Exact copies only: rounding, another shape, random augmentation and padding that no attention
-    mask marks all hide one, and so does a column that numbers the records. The outcome depends on
-    private data, so it is an error for the operator to read, never part of a log or certificate.
+    All public data are compared in one pass over the records, by the loader's workers. Exact copies
+    only: rounding, another shape, random augmentation and padding that no attention mask marks all
+    hide one, and so does a column that numbers the records. The outcome depends on private data, so
+    it is an error for the operator to read, never part of a log or certificate.
     """
-    encoded = encodings(private)
-    if not encoded:
-        refuse_copies(public, _private_fingerprints(private, collate_fn))
+    public = dict.fromkeys(public)
+    if encoded := encodings(private.dataset):
+        for each in public:
+            if each.raw is None:
+                raise ValueError(
+                    f"The private data are encoded, but the public data '{each.name}' are not, or "
+                    "without fingerprints of the originals: use "
+                    "dpspan.encode_public(layer, public)."
+                )
+            refuse_copies(each, (fingerprint for one in encoded for fingerprint in one.raw))
         return
-    if public.raw is None:
-        raise ValueError(
-            f"The private data are encoded, but the public data '{public.name}' are not, or "
-            "without fingerprints of the originals: use dpspan.encode_public(layer, public)."
-        )
-    refuse_copies(public, (fingerprint for each in encoded for fingerprint in each.raw))
+    seen = stamp(private)
+    asked = [each for each in public if seen not in each.sieve.cleared]
+    copies: list[set[bytes]] = [set() for _ in asked]
+    for _, found in _compared(private, [each.sieve for each in asked]) if asked else ():
+        for known, new in zip(copies, found, strict=True):
+            known.update(new.values())
+    for each, known in zip(asked, copies, strict=True):
+        refuse_copies(each, known)
+    if seen is not None and seen == stamp(private):  # nothing changed meanwhile
+        for each in asked:
+            each.sieve.cleared.add(seen)
 
 
 def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
     """ValueError if public samples have the fingerprints of private records."""
-    known = public_fingerprints(public)
-    private_copies = set(known).intersection(private)
-    copied = [index for index, fingerprint in enumerate(known) if fingerprint in private_copies]
+    copied = public.sieve.places(private)
     if copied:
         raise ValueError(
             f"{len(copied)} of the {public.count} samples of the public data '{public.name}' also "
@@ -105,12 +99,21 @@ def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
 
 
 def without_public(
-    private: Dataset[Any], public: object, collate_fn: Collate = default_collate
+    private: Dataset[Any],
+    public: object,
+    collate_fn: Collate = default_collate,
+    num_workers: int = 0,
 ) -> Subset[Any]:
     """The private records that are not copies of public samples (see `refuse_overlap`).
 
     Taken out of the private side, where each record's fate depends on it and on public data alone;
     removing the copies from the public data would reveal which records are private.
+
+    Args:
+        private: a map-style dataset.
+        public: anything that `PublicData.of` reads.
+        collate_fn: makes a batch of several records.
+        num_workers: processes that read the records, as of a DataLoader.
 
     Examples:
         >>> import torch
@@ -120,36 +123,55 @@ def without_public(
         >>> len(dpspan.without_public(records, torch.tensor([[3.0], [4.0]])))
         8
     """
+    check_map_style(private, "The private dataset")
     if encodings(private):
         raise ValueError("Remove copies of public samples before the private data are encoded.")
-    known = set(public_fingerprints(PublicData.of(public)))
-    found = enumerate(_private_fingerprints(private, collate_fn))
-    return Subset(private, [index for index, fingerprint in found if fingerprint not in known])
+    loader: DataLoader[Any] = DataLoader(private, collate_fn=collate_fn, num_workers=num_workers)
+    kept: list[int] = []
+    first = 0
+    for records, (copies,) in _compared(loader, [PublicData.of(public).sieve]):
+        kept += [first + place for place in range(records) if place not in copies]
+        first += records
+    return Subset(private, kept)
 
 
-def public_fingerprints(public: PublicData) -> Sequence[bytes]:
-    """Of the samples, or of what they were before a layer was applied to them."""
-    if public.raw is not None:
-        return public.raw
-    return [each for _, inputs, _ in public.pieces(_COMPARED) for each in fingerprints(inputs)]
-
-
-def _private_fingerprints(private: Any, collate_fn: Collate) -> Iterator[bytes]:
-    """One a record, in order; an empty one where a record has a form that public data cannot."""
-    for records, batch in in_order(private, _COMPARED, collate_fn):
-        inputs = inputs_of(batch)
-        found = [leaf for _, leaf in leaves(inputs)]
-        comparable = found and all(
-            isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in found
+def _compared(private: DataLoader[Any], sieves: Sequence[Sieve]) -> Iterator[Found]:
+    """Every record of the dataset, in order, a few at a time."""
+    compare = _Comparison(sieves, private.collate_fn)
+    dataset: Any = private.dataset
+    pieces: Iterable[list[Found]]
+    if private.num_workers == 0 or in_memory(dataset, private.collate_fn):
+        read = in_order(dataset, _COMPARED, private.collate_fn)
+        pieces = ([compare.found(*batch) for batch in piece] for piece in read)
+    else:
+        pieces = DataLoader(
+            dataset,
+            batch_size=_COMPARED,
+            collate_fn=compare,
+            num_workers=private.num_workers,
+            worker_init_fn=private.worker_init_fn,
+            multiprocessing_context=private.multiprocessing_context,
+            prefetch_factor=private.prefetch_factor,
+            generator=torch.Generator(),  # takes nothing from torch's own random numbers
         )
-        yield from fingerprints(inputs) if comparable else [b""] * records
+    count = math.ceil(len(dataset) / _COMPARED)
+    for piece in watched(pieces, "looking for public samples", shown=True, total=count):
+        yield from piece
 
 
-def _canonical(leaf: Tensor) -> Array:
-    """The values in one dtype for all floats and one for all integers."""
-    leaf = leaf.detach().cpu()
-    if leaf.is_complex():
-        leaf = torch.view_as_real(leaf)
-    if leaf.is_floating_point():
-        return (leaf.float() + 0.0).numpy().astype("<f4", copy=False)  # −0.0 + 0.0 is 0.0
-    return leaf.numpy().astype("<i8", copy=False)
+class _Comparison:
+    """In place of a collate_fn: what is found goes from worker to main process, not the records."""
+
+    def __init__(self, sieves: Sequence[Sieve], collate_fn: Collate) -> None:
+        self._sieves, self._collate_fn = sieves, collate_fn
+
+    def __call__(self, records: list[Any]) -> list[Found]:
+        return [self.found(*batch) for batch in collated(records, self._collate_fn)]
+
+    def found(self, records: int, batch: Any) -> Found:
+        inputs = inputs_of(batch)
+        parts = [leaf for _, leaf in leaves(inputs)]
+        comparable = parts and all(
+            isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in parts
+        )  # others have a form that public data cannot have
+        return records, [sieve.among(inputs) if comparable else {} for sieve in self._sieves]

@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, conv2d, normalize, unfold
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dpspan.public.augmentation import RandomAffine
-from dpspan.public.data import Collate, PublicData
-from dpspan.public.overlap import Encoded, fingerprints, public_fingerprints, refuse_copies
+from dpspan.public.data import Collate, PublicData, check_map_style
+from dpspan.public.fingerprints import fingerprints
+from dpspan.public.overlap import Encoded, refuse_copies
 from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.files import replacing
 from dpspan.support.progress import watched
@@ -242,8 +243,7 @@ def encode(
         >>> len(dpspan.encode(features, private, progress=False))
         20
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ValueError("Expected a map-style dataset to encode, one that has a length.")
+    check_map_style(dataset, "The dataset to encode")
     public = layer.public
     loader = DataLoader(dataset, batch_size=_ENCODED_AT_ONCE, collate_fn=collate_fn)
     inputs, labels, raw = [], [], []
@@ -278,7 +278,7 @@ def encode_public(layer: PatchFeatures, public: object) -> PublicData:
     seen = [(_seen(layer, piece.inputs), *piece.batch[1:]) for piece in pieces]
     tensors = tuple(torch.cat(column) for column in zip(*seen, strict=True))
     held = PublicData.of(tensors, name=data.name)
-    return replace(held, digest=data.digest, raw=tuple(public_fingerprints(data)))
+    return replace(held, digest=data.digest, raw=tuple(data.sieve.prints.tolist()))
 
 
 @torch.no_grad()

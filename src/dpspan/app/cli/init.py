@@ -123,7 +123,7 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
 def _csv_names(path: Path) -> list[str]:
     from dpspan.app.data import is_number, read_csv
 
-    [(_, names)] = read_csv(path, most=1)
+    _, names = next(read_csv(path))
     measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
     if measured or len(set(names)) < len(names):  # columns may well be called 0, 1, 2
         raise ValueError(

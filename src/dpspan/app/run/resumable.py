@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.epsilon import account
@@ -188,7 +189,7 @@ class Run:
         assert start is not None
         self._ledger = ledger = folder.open_ledger(task.accountant, task.budget)
         data = PublicData.of(start.data)
-        refuse_overlap(data, task.private)  # or it is not free
+        refuse_overlap(DataLoader(task.private), [data])  # or it is not free
         model = self.training.model = task.new_model(self.seed)
         self._note_unprivate()
         lines = [self._measured()]
