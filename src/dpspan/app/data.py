@@ -438,7 +438,7 @@ class _Column:
         if isinstance(values, list):
             if self._codes is not None:
                 return self._indicators[[self._codes[str(value)] for value in values]]
-            values = np.array([float(value) for value in values])
+            values = np.array(list(map(float, values)))
         with np.errstate(over="ignore"):  # infinity is refused later
             return values.astype(np.float64).astype(np.float32)[:, None]
 
@@ -462,9 +462,8 @@ class Csv(Table):
                 if len(row) != len(header):
                     lengths = f"line {line} has {len(row)} values, the header {len(header)}"
                     raise ValueError(f"{self.path} is not a readable CSV file: {lengths}.")
-            yield {
-                name: [row[place].strip() for _, row in numbered] for name, place in places.items()
-            }
+            columns = list(zip(*(row for _, row in numbered), strict=True))
+            yield {name: list(map(str.strip, columns[place])) for name, place in places.items()}
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
@@ -472,8 +471,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]
     with reading(path, "CSV file"), path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         rows = (row for row in lines if row)
-        yield lines.line_num + 1, next(rows, [])
-        for row in rows:
+        for row in itertools.chain([next(rows, [])], rows):
             yield lines.line_num, row
 
 
