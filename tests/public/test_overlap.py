@@ -91,6 +91,15 @@ def test_pieces_of_several_widths() -> None:
         assert sieve.among(torch.ones(3, width)) == {}
 
 
+def test_padding_on_one_side_only() -> None:
+    """What is left of the padded samples are the others, though no word is in its place."""
+    padded = {"attention_mask": torch.tensor([[0, 1, 1]]), "x": torch.tensor([[0, 5, 6]])}
+    plain = {"mask": torch.tensor([[1, 1]]), "x": torch.tensor([[5, 6]])}
+    assert fingerprints(padded) == fingerprints(plain)
+    for public, private in ((padded, plain), (plain, padded)):
+        assert list(Sieve(lambda of=public: [of]).among(private)) == [0]
+
+
 def test_special_values() -> None:
     special = torch.tensor([[0.0, torch.inf], [torch.nan, 1.0], [1e-45, -0.0]])
     sieve = Sieve(lambda: [special])

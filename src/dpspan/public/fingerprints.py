@@ -66,7 +66,7 @@ class Sieve:
         if raw is None and all(_mask(piece) is None for piece in inputs()):
             widest = max(sum(part.shape[1] for part in _words(piece)) for piece in inputs())
             self._weights = np.random.default_rng().integers(2**64, size=widest, dtype=np.uint64)
-            self._hashes = np.sort(np.concatenate([self._hashed(piece) for piece in inputs()]))
+            self._hashes = np.sort(np.concatenate([self._hashed(_words(piece)) for piece in inputs()]))
 
     @cached_property
     def _known(self) -> frozenset[bytes]:
@@ -92,15 +92,15 @@ class Sieve:
             return np.arange(len(parts[0]))
         if sum(part.shape[1] for part in parts) > len(self._weights):
             return np.arange(0)  # of more values than any sample has
-        hashes = self._hashed(inputs)
+        hashes = self._hashed(parts)
         nearest = np.searchsorted(self._hashes[:-1], hashes)
         return np.flatnonzero(self._hashes[nearest] == hashes)
 
-    def _hashed(self, inputs: Any) -> Array:
-        """Σ weight · word modulo 2⁶⁴, of each sample's contents in words of four bytes."""
+    def _hashed(self, parts: list[Array]) -> Array:
+        """Σ weight · word modulo 2⁶⁴, of each sample."""
         assert self._weights is not None
         first, total = 0, np.uint64(0)
-        for part in _words(inputs):
+        for part in parts:
             last = first + part.shape[1]
             total = total + np.einsum("ij,j->i", part, self._weights[first:last])
             first = last
@@ -112,6 +112,7 @@ def _mask(inputs: Any) -> Any:
 
 
 def _words(inputs: Any) -> list[Array]:
+    """The contents, leaf by leaf, in words of four bytes."""
     columns = (np.ascontiguousarray(_canonical(leaf)) for _, leaf in leaves(inputs))
     return [column.reshape(len(column), -1).view("<u4") for column in columns]
 
