@@ -24,10 +24,10 @@ HEAD = """## Speed and memory
 One step of each method, as a multiple of the non-private step of the same private samples: time /
 peak memory. Methods with public data run the model on those too; "all samples" is what a
 non-private step of private and public ones costs. `python -m benchmarks.methods`,
-`benchmarks.recurrent`, `benchmarks.floors`, `benchmarks.growth` and `benchmarks.gsd` measure; how,
-and what the bars were, is in [performance](performance.md). Steps are timed without loader and
-accounting, Opacus' ones too. RGP can be faster than the plain step because the summed gradients of
-whole weights are never computed.
+`benchmarks.recurrent`, `benchmarks.floors`, `benchmarks.growth`, `benchmarks.startup` and
+`benchmarks.gsd` measure; how, and what the bars were, is in [performance](performance.md). Steps
+are timed without loader and accounting, Opacus' ones too. RGP can be faster than the plain step
+because the summed gradients of whole weights are never computed.
 """
 
 
@@ -51,6 +51,8 @@ def page(docs: Path, results: Path = RESULTS) -> str:
             parts.append(f"![growth of a step](growth-{device}.png)\n")
     bounds = sorted(results.glob("bounds-*.json"))
     parts += [bounds_table(json.loads(path.read_text())) for path in bounds]
+    for path in sorted(results.glob("startup-*.json")):
+        parts.append(startup_table(json.loads(path.read_text())))
     timed = [gsd_line(json.loads(path.read_text())) for path in sorted(results.glob("gsd-*.json"))]
     if timed:
         parts.append(f"**GSD**: {'; '.join(timed)}.\n")
@@ -131,6 +133,31 @@ def floors_table(results: dict[str, Any]) -> str:
                 f"{each['milliseconds'] / floor:,.1f}",
             ]
             lines.append(_line([MODELS.get(model, model), name, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def startup_table(results: dict[str, Any]) -> str:
+    """Every phase before the first step, by format and number of records."""
+    formats, settings = results["formats"], results["settings"]
+    sizes = list(dict.fromkeys(size for found in formats.values() for size in found))
+    lines = [
+        "### Before the first step\n",
+        f"**{_place(results)}**: seconds of the processor / largest resident size in MB, libraries "
+        f"included; records of {settings['columns']} numbers, {settings['public']:,} public ones "
+        "(`python -m benchmarks.startup`). What `make_private` takes at ten thousand records is "
+        "code that is loaded at its first call.\n",
+        _line(["", "", *(f"{int(size):,} records" for size in sizes)]),
+        _line(["---"] * (len(sizes) + 2)),
+    ]
+    for kind, found in formats.items():
+        names = dict.fromkeys(name for each in found.values() for name in each["phases"])
+        for name in names:
+            reached = [found[size]["phases"][name] if size in found else None for size in sizes]
+            cells = [
+                f"{r['processor_seconds']:.2f} / {r['peak'] / 1e6:,.0f}" if r else ""
+                for r in reached
+            ]
+            lines.append(_line([kind, name, *cells]))
     return "\n".join(lines) + "\n"
 
 

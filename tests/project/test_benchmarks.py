@@ -12,8 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import contenders, floors, growth, measure, methods, page, recurrent
+from benchmarks import contenders, floors, growth, measure, methods, page, recurrent, startup
 from benchmarks.problems import PROBLEMS
+
+from helpers.needs import extra
 
 CASE = methods.Case(8, 8, 4)
 
@@ -124,6 +126,37 @@ def test_the_table_of_bounds() -> None:
     lines = page.bounds_table({"environment": {"gpu": "H200"}, "rows": rows}).splitlines()
     assert "| CNN, 26 k: DP-SGD | 1.00100 |" in lines
     assert "| 0 | TF32 | 1.00100 | 0.200 % | 7 | 0.9000 | 0.9100 |" in lines
+
+
+def test_the_table_of_what_comes_before_the_first_step() -> None:
+    phase = {"seconds": 3.0, "processor_seconds": 1.25, "peak": 2.5e9}
+    results = {
+        **measured(),
+        "settings": {"columns": 50, "public": 2000},
+        "formats": {
+            "csv": {size: {"phases": {"copies": phase}} for size in ("100", "1000")},
+            "arrow": {"1000": {"phases": {"copies": phase}}},
+        },
+    }
+    lines = page.startup_table(results).splitlines()
+    assert lines[0] == "### Before the first step"
+    assert lines[4] == "|  |  | 100 records | 1,000 records |"
+    assert "| csv | copies | 1.25 / 2,500 | 1.25 / 2,500 |" in lines
+    assert "| arrow | copies |  | 1.25 / 2,500 |" in lines
+
+
+@pytest.mark.parametrize("kind", startup.FORMATS)
+def test_every_phase_before_the_first_step_is_measured(kind: str, tmp_path: Path) -> None:
+    extra("datasets")
+    extra("pyarrow")
+    startup.write(tmp_path / f"private.{kind}", 300, 0)
+    startup.write(tmp_path / f"public.{kind}", 50, 1)
+    found = startup.phases(tmp_path, kind, torch.get_num_threads())["phases"]
+    assert {"read private", "read public", "make_private", "first step"} <= found.keys()
+    for phase in found.values():
+        assert phase["peak"] > 1e8  # torch alone
+        assert phase["processor_seconds"] >= 0
+        assert 0 < phase["seconds"] < 60
 
 
 def test_nothing_measured_is_no_page(tmp_path: Path) -> None:

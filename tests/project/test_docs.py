@@ -23,6 +23,7 @@ from dpspan.app.cli import app
 from dpspan.app.comparison import results
 from dpspan.engine import checkpoint
 from dpspan.public import patches
+from helpers.needs import extra
 from helpers.training import setup, train
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,26 @@ def test_the_quickstart_runs_as_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads(Path("certificate.json").read_text())["private"]
     x, y = names["public"]
     assert (names["model"](x).argmax(1) == y).float().mean() > 0.85  # 77 % are benign
+
+
+def test_mapped_records_are_trained_on_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra("datasets")
+    pyarrow = extra("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0)).numpy()
+    columns = {f"c{i}": column for i, column in enumerate(x.T)}
+    parquet.write_table(pyarrow.table({**columns, "label": x[:, 0] > 0}), "records.parquet")
+    names: dict[str, Any] = {}
+    for block in blocks(DOCS / "many-records.md"):
+        exec(compile(block, "many-records.md", "exec"), names)
+    assert names["engine"].ledger.steps == 4
+    torch.testing.assert_close(names["private"][:]["x"], torch.from_numpy(x))
+    files = [Path(each["filename"]) for each in names["private"].cache_files]
+    assert {file.parent for file in files} == {tmp_path / "records"}  # mapped, and not in memory
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -66,7 +66,8 @@ class Sieve:
         if raw is None and all(_mask(piece) is None for piece in inputs()):
             widest = max(sum(part.shape[1] for part in _words(piece)) for piece in inputs())
             self._weights = np.random.default_rng().integers(2**64, size=widest, dtype=np.uint64)
-            self._hashes = np.sort(np.concatenate([self._hashed(_words(piece)) for piece in inputs()]))
+            hashes = [self._hashed(_words(piece)) for piece in inputs()]
+            self._hashes = np.sort(np.concatenate(hashes))
 
     @cached_property
     def _known(self) -> frozenset[bytes]:
