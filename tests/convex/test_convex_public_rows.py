@@ -7,6 +7,7 @@ import pytest
 from scipy import sparse
 from sklearn.linear_model import Ridge
 
+from dpspan.convex import public_rows
 from dpspan.convex.losses import Logistic, Records, Squared
 from dpspan.convex.public_rows import (
     PublicRows,
@@ -38,7 +39,9 @@ def test_the_digest_is_of_the_content(form) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("public_form", FORMS)
-def test_copies_are_refused_in_any_form(form, public_form) -> None:
+@pytest.mark.parametrize("piece", [4, 8192])
+def test_copies_are_refused_in_any_form(form, public_form, piece, monkeypatch) -> None:
+    monkeypatch.setattr(public_rows, "_PIECE", piece)
     private, public = table(30, 0), table(5, 1)
     refuse_overlap(public_form(public), form(private), "survey")
     public[3] = private[17].astype(np.float32)  # a copy by way of float32

@@ -150,7 +150,9 @@ def test_mapped_records_are_trained_on_as_written(
     monkeypatch.chdir(tmp_path)
     x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0)).numpy()
     columns = {f"c{i}": column for i, column in enumerate(x.T)}
-    parquet.write_table(pyarrow.table({**columns, "label": x[:, 0] > 0}), "records.parquet")
+    parquet.write_table(
+        pyarrow.table({**columns, "label": (x[:, 0] > 0).astype(int)}), "records.parquet"
+    )
     names: dict[str, Any] = {}
     for block in blocks(DOCS / "many-records.md"):
         exec(compile(block, "many-records.md", "exec"), names)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from dpspan.convex.losses import Records, required
 from dpspan.convex.rows import Array, Features, Rows, no_echo
 from dpspan.support.checks import expect
 
+_PIECE = 8192  # rows compared at a time
 _PENALTIES, _FOLDS = (1e-3, 1e-2, 1e-1, 1.0), 5  # of a start
 
 
@@ -89,13 +91,16 @@ def _canonical(x: Any) -> Any:
 
 
 def _fingerprints(x: Any) -> Iterator[bytes]:
-    rows = _canonical(x)
-    with np.errstate(over="ignore"):
-        values, columns = rows.data.astype("<f4"), rows.indices.astype("<i8")
-    for first, last in zip(rows.indptr[:-1], rows.indptr[1:], strict=True):
-        row = hashlib.blake2b(columns[first:last].tobytes(), digest_size=16)
-        row.update(values[first:last].tobytes())
-        yield row.digest()
+    with no_echo():
+        whole = sparse.csr_array(x) if sparse.issparse(x) else np.atleast_2d(np.asarray(x, float))
+    for start in range(0, whole.shape[0], _PIECE):
+        rows = _canonical(whole[start : start + _PIECE])
+        with np.errstate(over="ignore"):
+            values, columns = rows.data.astype("<f4"), rows.indices.astype("<i8")
+        for first, last in pairwise(rows.indptr.tolist()):
+            row = hashlib.blake2b(columns[first:last].tobytes(), digest_size=16)
+            row.update(values[first:last].tobytes())
+            yield row.digest()
 
 
 def public_start(public: Records | None) -> Array:
