@@ -363,7 +363,7 @@ class TestEncode:
     def test_what_cannot_be_encoded(self, learnt: PatchFeatures) -> None:
         with pytest.raises(ValueError, match="pairs of an image and a label"):
             dpspan.encode(learnt, TensorDataset(images(20, seed=5)), progress=False)
-        with pytest.raises(ValueError, match="one that has a length"):
+        with pytest.raises(TypeError, match="The dataset to encode has no length"):
             dpspan.encode(learnt, iter([]))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="is empty"):
             dpspan.encode(learnt, TensorDataset(images(0, seed=5), torch.arange(0)))
