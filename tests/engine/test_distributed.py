@@ -10,8 +10,10 @@ import signal
 import threading
 import time
 import warnings
+from collections import UserDict
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -283,10 +285,6 @@ class AtAll(DPSGDMechanism):
         if where == self.where and self.steps == 2 and torch.distributed.get_rank() == 1:
             raise Broken(f"no {where}")
 
-    def carriers(self) -> Any:
-        self._fail("carriers")
-        return {}
-
     def clipped_sum(self, gradients: Any) -> Sums:
         self._fail("sum")
         return super().clipped_sum(gradients)
@@ -416,6 +414,89 @@ def test_a_warning_of_one_is_on_the_certificate_of_the_first() -> None:
         assert "something happened here" in found
 
 
+def test_what_makes_one_not_private_makes_all_so() -> None:
+    def run(rank: int) -> tuple[Any, ...]:
+        engine = PrivacyEngine(accountant="rdp")
+        _, model, optimizer, loader = setup(engine)
+        if rank == 1:
+            engine.ledger.invalidate("somebody looked")
+            engine.note_unprivate("the loss")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, optimizer, loader)
+        return engine.ledger.invalid, engine.ledger.warnings
+
+    for invalid, told in results(2, run):
+        assert invalid == ("somebody looked",)
+        assert "unprivate: the loss" in told
+
+    def seeded(rank: int) -> None:
+        setup(PrivacyEngine(debug_seed=1 if rank else None))
+
+    _, second = in_processes(2, seeded)
+    assert "another debug_seed than the first: 1, not None" in second.text
+
+
+@pytest.mark.filterwarnings("ignore:dpspan")
+@pytest.mark.parametrize("form", [UserDict, lambda batch: SimpleNamespace(**batch), dict])
+@pytest.mark.parametrize("arrays", [False, True])
+def test_records_in_another_order_are_seen_in_any_form(form: Any, arrays: bool) -> None:
+    def collate(records: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*records, strict=True))
+        return form({"x": x.numpy() if arrays else x, "y": y.numpy() if arrays else y})
+
+    def run(rank: int) -> None:
+        x, y = data().tensors
+        order = torch.arange(N).roll(rank)
+        records = TensorDataset(x[order], y[order])
+        setup(data_loader=DataLoader(records, batch_size=10, collate_fn=collate))
+
+    _, second = in_processes(2, run)
+    assert "Process 1 has other records than the first" in second.text
+
+
+def test_one_record_of_many_in_memory() -> None:
+    def run(rank: int) -> None:
+        x, y = data(5000).tensors
+        x[4321] += rank
+        setup(data_loader=DataLoader(TensorDataset(x, y), batch_size=10))
+
+    _, second = in_processes(2, run)
+    assert "Process 1 has other records than the first" in second.text
+
+
+def test_batches_that_show_nothing_are_on_the_certificate() -> None:
+    def run(rank: int) -> tuple[str, ...]:
+        engine = PrivacyEngine(debug_seed=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loader = DataLoader(data(), batch_size=10, collate_fn=lambda records: str(records))
+            setup(engine, data_loader=loader)
+        return engine.ledger.warnings
+
+    for told in results(2, run):
+        assert any("same records in the same order" in each for each in told)
+
+
+def test_runs_in_another_order_do_not_meet() -> None:
+    def run(rank: int) -> None:
+        runs = [setup(PrivacyEngine())[1:] for _ in range(2)]
+        for each in reversed(runs) if rank else runs:
+            train(*each)
+
+    for each in in_processes(2, run):
+        assert "The processes are at different batches" in each.text
+
+
+@pytest.mark.parametrize("sizes", [(None, 2), (2, 3)])
+def test_pieces_of_another_size(sizes: tuple[int | None, int]) -> None:
+    def run(rank: int) -> None:
+        train(*setup(max_physical_batch_size=sizes[rank])[1:])
+
+    for each in in_processes(2, run):
+        assert "The processes are at different batches" in each.text
+
+
 def test_a_mechanism_that_releases_other_shapes_is_refused() -> None:
     class Halved(DPSGDMechanism):
         def release(self, total: Sums, noise: Any, noise_multiplier: float) -> Sums:
@@ -490,6 +571,27 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
     assert all(torch.equal(own[2], second[0][2]) for own in second)
     assert len({own[3] for own in second}) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_loaded_in_the_same_program(tmp_path: Path) -> None:
+    def run(rank: int) -> int:
+        engine, model, optimizer, loader = setup()
+        train(model, optimizer, loader)
+        engine.save_checkpoint(tmp_path / "one", module=model)
+        torch.distributed.barrier()
+        engine.load_checkpoint(tmp_path / "one", module=model)
+        train(model, optimizer, loader)
+        return engine.ledger.steps
+
+    assert results(2, run) == [8, 8]
+
+
+def test_followers_keep_no_sums() -> None:
+    def run(rank: int) -> list[float]:
+        processes = Processes.of_this_run()
+        return processes.add_up({"sum": torch.full((4,), 10.0**rank)})["sum"].tolist()
+
+    assert results(3, run) == [[111.0] * 4, [0.0] * 4, [0.0] * 4]
 
 
 def test_books_that_only_one_has_loaded(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Ledger:
         self.accountant = check_accountant(accountant)
         self.budget = budget
         self._process = os.getpid()
-        self._mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
+        self.mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
         # Of these the keys count: each once, in order.
         self._warnings: dict[str, None] = {}
@@ -120,6 +120,10 @@ class Ledger:
     def invalid(self) -> tuple[str, ...]:
         """Why the run is not private, whatever ε says; empty for a private run."""
         return tuple(self._invalid)
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Warnings, and why the run is not private, each with its kind."""
+        return [("warning", x) for x in self._warnings] + [("invalid", x) for x in self._invalid]
 
     @property
     def public(self) -> tuple[PublicRecord, ...]:
@@ -194,7 +198,7 @@ class Ledger:
         """The record as plain JSON values."""
         return {
             "version": _STATE_VERSION,
-            "saved_by": self._mark,
+            "saved_by": self.mark,
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
             "steps": self.steps,
             "events": releases_to_json(self._events),
@@ -211,7 +215,7 @@ class Ledger:
         before the checkpoint was loaded) is added to the saved record, equal or not.
         """
         loaded = Ledger.from_state(state)
-        if state["saved_by"] != self._mark:
+        if state["saved_by"] != self.mark:
             for event, count in self._events:
                 loaded._record(event, count)
         elif beyond(self._events, loaded._events) is None:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from dpspan.mechanisms.base import Mechanism, Method, Setting
 from dpspan.model.criterion import check_criterion
 from dpspan.model.isolation import same, tensors_of
 from dpspan.model.validation import refuse_wrappers, validate
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, in_memory, in_order
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
@@ -30,7 +30,7 @@ from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
 _ROUNDS = 2  # the record first, and last
 _ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
 _OTHERS = 3  # records in company
-_SHOWN = 32  # records by which processes compare their datasets
+_SHOWN, _READ = 128, 8192  # records by which processes compare datasets, read at a time
 
 
 def check_parts(
@@ -61,20 +61,18 @@ def same_beginning(
     """One plan, the same records and the first process's weights in all; or an error in all."""
     if processes.world == 1:
         return
-    shapes = {name: tuple(x.shape) for name, x in weights_of(module).items()}
-    processes.agree(
-        {"plan": plan.describe(), "number of records": plan.sampling.records, "model": shapes}
-    )
+    kinds = [(n, *x.shape, str(x.dtype), x.requires_grad) for n, x in weights_of(module).items()]
+    processes.agree({"plan": plan.describe(), "model": kinds})
     # If position i meant other records, one of them could take part twice in one batch.
-    records: Any = loader.dataset
-    shown = processes.same((shuffled(len(records))[:_SHOWN].tolist(), fresh_seed()))
+    count = plan.sampling.records
+    shown = processes.same((count, shuffled(count)[:_SHOWN].tolist(), fresh_seed()))
     with processes.together():
         digests = {_digest(loader, *shown) for _ in range(2)}
     first = processes.same(digests)
-    if len(digests) > 1 or len(first) > 1:  # random in a way that no seed controls
+    if None in first or len(first) > 1:  # random in a way that no seed controls
         warn("it could not be checked that all processes have the same records in the same order")
     with processes.together():
-        if len(digests) == len(first) == 1 and digests != first:
+        if len(first) == 1 and digests != first:
             raise ValueError(
                 f"Process {processes.rank} has other records than the first, or in another "
                 "order: a record could take part twice in a batch. Read the same files in the same "
@@ -83,15 +81,30 @@ def same_beginning(
     processes.make_same(weights_of(module).values())
 
 
-def _digest(loader: DataLoader[Any], positions: Sequence[int], seed: int) -> bytes:
-    """Of some records as the loop gets them, with the same random numbers."""
+def _digest(
+    loader: DataLoader[Any], count: int, positions: Sequence[int], seed: int
+) -> bytes | None:
+    """Of some records as the loop gets them, of all in memory; None where nothing can be seen."""
     dataset: Any = loader.dataset
+    if len(dataset) != count:
+        return b"another number of records"
+    found, seen = hashlib.blake2b(), False
     with seeded(seed):
-        batch = loader.collate_fn([dataset[i] for i in positions])
-    found = hashlib.sha256()
-    for path, x in tensors_of(batch).items():
-        found.update(path.encode() + x.detach().cpu().contiguous().numpy().tobytes())
-    return found.digest()
+        for batch in _shown(loader, positions):
+            for path, x in _tensors(batch).items():
+                found.update(path.encode())
+                found.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                seen = True
+    return found.digest() if seen else None
+
+
+def _shown(loader: DataLoader[Any], positions: Sequence[int]) -> Iterator[Any]:
+    dataset: Any = loader.dataset
+    if not in_memory(dataset, loader.collate_fn):
+        yield loader.collate_fn([dataset[i] for i in positions])
+        return
+    for piece in in_order(dataset, _READ, loader.collate_fn):
+        yield from (batch for _, batch in piece)
 
 
 def check_device(module: nn.Module) -> None:
@@ -208,12 +221,17 @@ def _collated(
         before = RandomState.now()
         batch = collate(records)
         drew = before != RandomState.now()
+    tensors = _tensors(batch)
+    return {path: x for path, x in tensors.items() if len(x) == len(records)}, drew
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """Those of a batch in any form that loops know."""
     if isinstance(batch, Mapping):
         batch = dict(batch)
     elif not isinstance(batch, Tensor | tuple | list) and hasattr(batch, "__dict__"):
         batch = vars(batch)
-    tensors = tensors_of(tree_map_only(np.ndarray, torch.as_tensor, batch))
-    return {path: x for path, x in tensors.items() if len(x) == len(records)}, drew
+    return tensors_of(tree_map_only(np.ndarray, torch.as_tensor, batch))
 
 
 def _in_both(batch: Tensor, other: Tensor) -> bool | None:

@@ -92,7 +92,7 @@ class PrivacyEngine:
         self._seed, self._group = debug_seed, processes
         if debug_seed is not None:
             self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
-        self._processes = Processes()
+        self.processes = Processes()
         self._run: PrivateRun | None = None
 
     def make_private(
@@ -150,8 +150,7 @@ class PrivacyEngine:
                 "so that both spend from the same budget."
             )
         method = DPSGD() if method is None else method
-        self._processes = processes = Processes.of_this_run(self._group)
-        processes.hear = self._warn
+        processes = self._join()
         with processes.together():
             plan = plan_run(
                 module=module,
@@ -190,7 +189,9 @@ class PrivacyEngine:
             )
             public = admit_public(plan.method, mechanism, setting, data_loader, warm_start)
         loader.spread_over(processes)
-        processes.agree({"public data": [use.data.digest for use in public]})
+        processes.agree(
+            {"debug_seed": self._seed, "public data": [use.data.digest for use in public]}
+        )
         processes.make_same(weights_of(module).values())  # after the warm start
         plan = dataclasses.replace(plan, public=tuple(map(str, public)))
         self._put_on_record(plan, public)
@@ -242,7 +243,7 @@ class PrivacyEngine:
         z = calibrate_event(
             sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
         )
-        z = Processes.of_this_run(self._group).same(z)  # to the last digit
+        z = self._join().same(z)  # to the last digit
         if ledger.budget not in (None, budget):
             raise ValueError(
                 f"The ledger already has a budget of {ledger.budget}. Ask for that target, or "
@@ -310,7 +311,7 @@ class PrivacyEngine:
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
         """Write `certificate()` to a file; of several processes the first one does."""
         document = self.certificate(delta)
-        return write_certificate(path, document) if self._processes.is_first else Path(path)
+        return write_certificate(path, document) if self.processes.is_first else Path(path)
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """What the method noted while training, from public data and released results only.
@@ -325,11 +326,8 @@ class PrivacyEngine:
 
     def _warn(self, message: str) -> None:
         """To the operator, once, and to the certificate."""
-        if message not in self.ledger.warnings:
-            if self._processes.is_first:
-                warnings.warn(f"dpspan: {message}.", stacklevel=2)
-            else:  # the first one hears of it, and tells
-                self._processes.untold.append(message)
+        if message not in self.ledger.warnings and self.processes.is_first:  # who hears of all
+            warnings.warn(f"dpspan: {message}.", stacklevel=2)
         self.ledger.warn(message)
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,7 +391,7 @@ class PrivacyEngine:
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "checkpoint_dict": checkpoint_dict or {},
         }
-        return save_file(path, content) if self._processes.is_first else None
+        return save_file(path, content) if self.processes.is_first else None
 
     def load_checkpoint(
         self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None
@@ -423,6 +421,19 @@ class PrivacyEngine:
         if plan.noise_multiplier == 0:
             self.ledger.invalidate("noise_multiplier is 0")
         _logger.info("dpspan: %s", plan.describe())
+
+    def _join(self) -> Processes:
+        """The processes of this run, which hear of each other's notes on the ledger."""
+        ledger = self.ledger
+        if self.processes.world == 1:
+            self.processes = processes = Processes.of_this_run(self._group)
+            processes.notes, processes.hear = ledger.notes, self._hear
+            ledger.mark = processes.same(ledger.mark)  # the others' are copies of the first's
+        return self.processes
+
+    def _hear(self, note: tuple[str, str]) -> None:
+        kind, text = note
+        (self._warn if kind == "warning" else self.ledger.invalidate)(text)
 
     def _running(self) -> PrivateRun:
         if self._run is None:

@@ -75,7 +75,7 @@ class PrivateRun:
         """A piece of a batch is about to be handed to the training loop."""
         self.processes.refuse_late_group()
         new_epoch = piece.first and self.loader.position == 0
-        with self.processes.together(place=self.loader.passes << 32 | self.loader.pieces):
+        with self.processes.together(self.loader.place(piece.last, self._steps)):
             self._let_go(new_epoch)
         if piece.first:  # whatever an abandoned batch left behind was never released
             self._total = {}
@@ -110,8 +110,8 @@ class PrivateRun:
             )
 
     def _compare_processes(self) -> None:
-        """At the first step, and then ever more rarely: do all have the same books and weights?"""
-        if self.processes.world == 1 or self._steps.bit_count() > 1:
+        """At the steps 1, 2, 4, 8, …, and every 64: do all have the same books and weights?"""
+        if self.processes.world == 1 or (self._steps.bit_count() > 1 and self._steps % 64):
             return
         self.processes.agree(
             {
@@ -150,14 +150,13 @@ class PrivateRun:
         with processes.together():
             self._add(self._clipped_sum(piece, gradients))
             del gradients  # what they were made of is not needed any more
-            if not piece.last:
-                self._hand_over({})  # torch optimizers leave parameters without a gradient alone
-            else:
-                self._charge()  # before anything is released; raises if the budget refuses it
         if not piece.last:
+            self._hand_over({})  # torch optimizers leave parameters without a gradient alone
             return
-        total, self._total = processes.add_up(self._total), {}
-        released = self._release(total)
+        total, self._total = self._total, {}
+        with processes.together():
+            self._charge()  # before anything is released; raises if the budget does not allow it
+        released = self._release(processes.add_up(total))
         gradient = self.mechanism.gradient(released)  # post-processing
         torch._foreach_div_(list(gradient.values()), self.plan.expected_batch_size)
         self._hand_over(gradient)

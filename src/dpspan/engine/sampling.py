@@ -248,6 +248,10 @@ class PrivateLoader:
         """Draw the same batches as the others do, and take a part of each."""
         self._processes, self._secret = processes, processes.same(self._secret)
 
+    def place(self, *more: int) -> int:
+        """A number that tells where in which run this is; the same in all of its processes."""
+        return hash((self._secret, self.passes, self.pieces, *more)) % 2**62
+
     @property
     def max_physical_batch_size(self) -> int | None:
         """Most samples in one piece (None: no limit); a change holds from the next epoch on."""

@@ -175,6 +175,7 @@ class MirrorMechanism(SteppedMechanism):
         self._method, self._gradients = method, gradients
         self._private = DPSGDMechanism(method.clip_norm, method.clipping)
         self._lot_size, self._warn = setting.expected_batch_size, setting.warn
+        self._processes = setting.processes
         self._health = Health()
         self._public_mean: Gradient | None = None  # h_t, where the step needs it
         self.public = (gradients.data,)
@@ -183,7 +184,8 @@ class MirrorMechanism(SteppedMechanism):
     def prepare(self, capture: Capture | None = None) -> None:
         """h_t, unless the private gradient counts alone."""
         if self._public_mean is None and (self._alpha() < 1 or self._diagnosing):
-            self._public_mean = self._mean(self._gradients(self.step, capture))
+            with self._processes.together():  # a GPU tells late, and not all at the same step
+                self._public_mean = self._mean(self._gradients(self.step, capture))
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         return self._private.clipped_sum(gradients)

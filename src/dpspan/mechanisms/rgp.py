@@ -126,9 +126,10 @@ class RGPMechanism(SteppedMechanism):
             method, now = self._method, self._matrices()
             if self._first is None:
                 self._first = {name: weight.clone() for name, weight in now.items()}
-            fresh = carriers_of(
-                now, self._first, method.source, method.rank, step=self.step, seed=method.seed
-            )
+            with self._processes.together():
+                fresh = carriers_of(
+                    now, self._first, method.source, method.rank, step=self.step, seed=method.seed
+                )
             # Where a weight has hardly moved, its directions are those of rounding.
             self._processes.make_same(x for carrier in fresh.values() for x in carrier)
             self._carriers, self._present = written_over(self._carriers, fresh), True

@@ -107,7 +107,8 @@ class PublicSpan:
         # Directions may come with either sign, and in either order if they are equally long: all
         # processes must have the same ones.
         self.processes.make_same(part.coefficients for part in parts.values())
-        self._check(list(parts.values()))
+        with self.processes.together():  # a GPU tells late, and not all at the same step
+            self._check(list(parts.values()))
         if self.gradients.fixed:  # they go with the samples, and are no start for other ones
             self._last = {names: part.coefficients for names, part in parts.items()}
         for names, part in parts.items():

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+Note = tuple[str, str]  # its kind, and what it says
+
 _APART = 1e-3  # relative: processes may round differently, but weights further apart are an error
 _ALONE = (
     "This is one of several processes (WORLD_SIZE and RANK say so, as torchrun sets them), and "
@@ -21,8 +23,8 @@ _ALONE = (
     "make_private, so that they train one model together; for independent runs, unset both."
 )
 _LOST = (
-    "Another process of this run is gone, so this one stops, too; nothing of the present step was "
-    "released. Start all of them again and load the last checkpoint."
+    "Another process of this run is gone, or somewhere else in the program, so this one stops, "
+    "too. Start all of them again and load the last checkpoint."
 )
 _LATE = (
     "torch.distributed was initialised after make_private, so this run does not know of the other "
@@ -52,20 +54,28 @@ class Processes:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world, self._asked_for = 0, 1, group is not None
-        self.untold: list[str] = []  # warnings that the others' certificates must have, too
-        self.hear: Callable[[str], None] = lambda _: None
+        # What the others' certificates must have, too, and what to do with what they have.
+        self.notes: Callable[[], Iterable[Note]] = tuple
+        self.hear: Callable[[Note], None] = lambda _: None
+        self._told: set[Note] = set()
         if group is None or dist.get_world_size(group) == 1:
             return
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("This process is not in the group that was given as processes=.")
         self._group, self._first = group, dist.get_global_rank(group, 0)
         # Flags and settings are on the CPU: they must not wait for what a GPU has still to do.
         ranks, backends = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
-        self._control = group if "cpu:gloo" in backends else dist.new_group(ranks, backend="gloo")
+        self._control = group
+        if "cpu:gloo" not in backends:  # made by its members alone: others are somewhere else
+            self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._by_cpu = "cuda:nccl" not in backends  # gloo takes no sums from a GPU
 
     @classmethod
     def of_torchrun(cls) -> Self:
         """Those that torchrun started, which get to know each other here; this one without it."""
+        if _claimed() and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if _claimed() and not _initialised():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return cls.of_this_run()
@@ -106,26 +116,31 @@ class Processes:
         except Exception as raised:
             error = raised
         mine = None if error is None else f"{type(error).__name__}: {error}"
-        flags = torch.tensor([int(error is not None or bool(self.untold)), place, -place])
+        news = [note for note in self.notes() if note not in self._told]
+        flags = torch.tensor([int(error is not None or bool(news)), place, -place])
         with self._connected(error):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
             said: list[Any] = [None] * self.world
             if flags[0]:
-                dist.all_gather_object(said, (mine, self.untold), group=self._control)
-        if error is not None:
-            raise error
-        self._listen(said if flags[0] else [])
+                dist.all_gather_object(said, (mine, news), group=self._control)
+        if flags[0]:
+            self._told.update(news)
+            self._listen(said, error)
         if flags[1] != -flags[2]:
             raise RuntimeError(
                 "The processes are at different batches: each must iterate over its private loader "
-                "as often as the others, and leave an epoch early where they do."
+                "as often as the others, in pieces of the same size, leave an epoch early and load "
+                "a state where they do."
             )
 
-    def _listen(self, said: Sequence[tuple[str | None, list[str]]]) -> None:
-        self.untold = []
-        for rank, (failure, messages) in enumerate(said):
-            for message in messages if rank != self.rank else ():
-                self.hear(message)
+    def _listen(
+        self, said: Sequence[tuple[str | None, list[Note]]], error: Exception | None
+    ) -> None:
+        for note in (note for _, notes in said for note in notes):
+            self.hear(note)
+        if error is not None:
+            raise error
+        for rank, (failure, _) in enumerate(said):
             if failure is not None:
                 raise RuntimeError(
                     f"Process {rank} of {self.world} stopped, so all do, and nothing was released: "
@@ -172,8 +187,14 @@ class Processes:
 
     @torch.no_grad()
     def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over all processes, in the first; the others' numbers are of no use."""
-        return self._travel(sums, lambda x: dist.reduce(x, self._first, group=self._group))
+        """Sums over all processes, in the first, and zeros in the others."""
+
+        def send(x: Tensor) -> None:
+            dist.reduce(x, self._first, group=self._group)
+            if not self.is_first:
+                x.zero_()  # what a backend leaves there may be the sums
+
+        return self._travel(sums, send)
 
     @torch.no_grad()
     def spread(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -200,8 +221,9 @@ class Processes:
                 now, then = mine[name].double(), first[name].double()
                 if not torch.allclose(now, then, rtol=_APART, atol=_APART, equal_nan=True):
                     raise RuntimeError(
-                        f"'{name}' differs between the processes: something besides the optimizer "
-                        "has changed it in one of them. Do the same in all."
+                        f"'{name}' differs between the processes by more than rounding: something "
+                        "has changed it in one of them, or training is unstable. Do the same in "
+                        "all, or lower the learning rate."
                     )
         for name in differ:
             mine[name].copy_(first[name])
@@ -210,12 +232,12 @@ class Processes:
     def _travel(
         self, values: Mapping[str, Tensor], send: Callable[[Tensor], object]
     ) -> dict[str, Tensor]:
-        """All values at once, as one vector for each dtype."""
+        """All values at once, as one vector for each dtype and device."""
         if self.world == 1:
             return dict(values)
         received = dict(values)
-        for dtype in sorted({x.dtype for x in values.values()}, key=str):
-            alike = {name: x for name, x in values.items() if x.dtype == dtype}
+        for kind in sorted({(str(x.dtype), x.device.type) for x in values.values()}):
+            alike = {name: x for name, x in values.items() if (str(x.dtype), x.device.type) == kind}
             flat = torch.cat([x.reshape(-1) for x in alike.values()])
             wire = flat.cpu() if self._by_cpu else flat
             with self._connected():

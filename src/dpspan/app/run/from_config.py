@@ -5,7 +5,6 @@ import functools
 import importlib
 import math
 import operator
-import os
 import pickle
 import sys
 import warnings
@@ -329,8 +328,6 @@ def device_of(config: Config) -> torch.device:
     name = config.training.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":  # of several processes of a machine each has a GPU of its own
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -170,10 +170,13 @@ class Run:
         if self._scalars is not None:
             self._scalars.close()
         if told:
-            return self._result("stopped")
-        document = training.engine.certificate(self.task.budget.delta)
-        training.engine.detach()
-        return self._finish(training.status or "finished", document)
+            result = self._result("stopped")
+        else:
+            document = training.engine.certificate(self.task.budget.delta)
+            training.engine.detach()
+            result = self._finish(training.status or "finished", document)
+        self.processes.any(False)  # nobody leaves, and ends the others, before all is written
+        return result
 
     def _finish(self, status: Status, document: Mapping[str, Any]) -> Result:
         """The price first, as ever; `run.json` says last that all is there."""

@@ -371,7 +371,8 @@ class Training:
                     continue
                 self.step = self._handed_over
                 known = health.known(_largest(self.model)[None])  # on a GPU a step late: no waiting
-                if known is not None and not known[0] < _HUGE:
+                # Of several processes one may know first.
+                if self.engine.processes.any(known is not None and not known[0] < _HUGE):
                     self.status = "diverged"
                     break
                 if self.loader.position < len(self.loader):
