@@ -32,7 +32,7 @@ because the summed gradients of whole weights are never computed.
 
 
 def page(docs: Path, results: Path = RESULTS) -> str:
-    """Tables of methods, of growth, of bounds, and GSD; what has not been measured is not there."""
+    """Tables of methods, growth, bounds, GSD and starts; what was not measured is not there."""
     parts = [HEAD]
     for name in ("methods-cpu", "methods-cuda", "recurrent-cpu", "recurrent-cuda"):
         path = results / f"{name}.json"
@@ -51,11 +51,11 @@ def page(docs: Path, results: Path = RESULTS) -> str:
             parts.append(f"![growth of a step](growth-{device}.png)\n")
     bounds = sorted(results.glob("bounds-*.json"))
     parts += [bounds_table(json.loads(path.read_text())) for path in bounds]
-    for path in sorted(results.glob("startup-*.json")):
-        parts.append(startup_table(json.loads(path.read_text())))
     timed = [gsd_line(json.loads(path.read_text())) for path in sorted(results.glob("gsd-*.json"))]
     if timed:
         parts.append(f"**GSD**: {'; '.join(timed)}.\n")
+    started = sorted(results.glob("startup-*.json"))
+    parts += [startup_table(json.loads(path.read_text())) for path in started]
     return "\n".join(parts) if len(parts) > 1 else ""
 
 
@@ -144,8 +144,8 @@ def startup_table(results: dict[str, Any]) -> str:
         "### Before the first step\n",
         f"**{_place(results)}**: seconds of the processor / largest resident size in MB, libraries "
         f"included; records of {settings['columns']} numbers, {settings['public']:,} public ones "
-        "(`python -m benchmarks.startup`). What `make_private` takes at ten thousand records is "
-        "code that is loaded at its first call.\n",
+        "(`python -m benchmarks.startup`). The first `make_private` and the first step include "
+        "what happens once in a process.\n",
         _line(["", "", *(f"{int(size):,} records" for size in sizes)]),
         _line(["---"] * (len(sizes) + 2)),
     ]
