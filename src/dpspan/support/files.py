@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, in folders that one process at a time writes to."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
+from filelock import FileLock, Timeout
 
 _FOLDERS_CAN_BE_OPENED = os.name == "posix"
 
@@ -44,6 +45,24 @@ def replacing(path: Path, *, what: str) -> Iterator[Path]:
             f"Cannot write {what} to {path}: {reason}. Choose a folder that can be written to, on "
             "a disk with room."
         ) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: two would each leave out the other's releases."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / ".lock").acquire(timeout=0)  # ends with the process, however it ends
+    except Timeout as error:
+        cure = "Wait for it, or choose another folder"
+        raise RuntimeError(f"Another process is training in {path}. {cure}.") from error
+    except OSError as error:
+        reason = f"{error.strerror or error}. Choose another output folder"
+        raise OSError(f"Cannot write to the folder {path}: {reason}.") from error
+    with lock:
+        for interrupted in path.glob(".*.tmp"):
+            interrupted.unlink()
+        yield
 
 
 def _sync(path: Path, flags: int) -> None:

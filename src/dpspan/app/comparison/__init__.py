@@ -21,11 +21,11 @@ from dpspan.accounting.releases import beyond, releases_from_json, releases_to_j
 from dpspan.app.comparison.results import Comparison, Result, Row, ending, verdicts
 from dpspan.app.comparison.search import Search
 from dpspan.app.comparison.tuning import RowSearch, note, trainings
-from dpspan.app.run import folder as run_folder
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.jobs import workers
 from dpspan.app.run.resumable import Run
 from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, settings_of, with_baselines
+from dpspan.support import files
 from dpspan.support.checks import check_count, expect
 from dpspan.support.processes import refuse_several_processes
 
@@ -142,7 +142,7 @@ def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> Non
     row = folder.path.parent
     notes = [note(count)] if (count := trainings(row.parent, row.name)) else []
     run = Run(**about, folder=folder, settings=settings_of(**about), lines=_LINES, notes=notes)
-    with run_folder.locked(folder.path):  # of its own: it may outlive the process that asked for it
+    with files.locked(folder.path):  # of its own: it may outlive the process that asked for it
         if contender.method is None:
             run.train_on_public()
         else:
@@ -158,7 +158,7 @@ def folder_of(out: Path, name: str, seed: int) -> Path:
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """One process at a time; ValueError, and nothing touched, in the folder of a run."""
-    with run_folder.locked(out):
+    with files.locked(out):
         if RunFolder(out).is_run:
             held = f"{out} holds a run, whose certificate would be replaced"
             raise ValueError(f"{held}. Choose another folder for the comparison.")
@@ -186,7 +186,7 @@ def _is_done(task: Task, contender: Contender, seed: int, folder: RunFolder) -> 
     if folder.finished or _record(folder)["events"]:
         folder.refuse_other_settings(here, facts["settings"])
     elif facts["settings"] != here:  # nothing was released, so nothing is lost
-        with run_folder.locked(folder.path):
+        with files.locked(folder.path):
             for path in folder.path.glob("[!.]*"):
                 path.unlink()
     return folder.finished
@@ -261,7 +261,7 @@ def _together(accountant: str, out: Path) -> Ledger:
         lost = path.name.startswith(".") or not run.finished
         if lost and not path.name.startswith("."):
             run.refuse_lost_ledger()
-            with run_folder.locked(path):  # or a worker that outlived its call will release more
+            with files.locked(path):  # or a worker that outlived its call will release more
                 pass
         facts, record = run.facts or {"settings": {}}, _record(run)
         _add(together, record, facts["settings"].get("paid"), paid_for)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from filelock import FileLock, Timeout
 from torch import nn
 
 from dpspan.accounting.certificate import write_certificate
@@ -25,31 +24,13 @@ from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
 from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
-from dpspan.support.files import replacing
+from dpspan.support.files import locked, replacing
 from dpspan.support.moved import without_retired_options
 from dpspan.support.strict_json import plain
 
 FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is version 1
 CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
 ANEW = "Restore it, or train anew in another folder."
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time: two would each leave out the other's releases."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock").acquire(timeout=0)  # ends with the process, however it ends
-    except Timeout as error:
-        cure = "Wait for it, or choose another folder"
-        raise RuntimeError(f"Another process is training in {path}. {cure}.") from error
-    except OSError as error:
-        reason = f"{error.strerror or error}. Choose another output folder"
-        raise OSError(f"Cannot write to the folder {path}: {reason}.") from error
-    with lock:
-        for interrupted in path.glob(".*.tmp"):
-            interrupted.unlink()
-        yield
 
 
 def is_comparison(path: Path) -> bool:
