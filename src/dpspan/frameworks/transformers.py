@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from dpspan.accounting.certificate import write_certificate
-from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.frameworks.private_fit import CERTIFICATE, ENGINE_KEYS, Privacy, PrivateFit
+from dpspan.frameworks.private_fit import CERTIFICATE, Privacy, PrivateFit
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import refuse_overlap
 from dpspan.support.files import locked
@@ -38,7 +37,6 @@ except ImportError as error:
 
 __all__ = ["Privacy", "PrivateTrainer"]
 
-_ENGINE = "privacy.safetensors"  # in the folder of a checkpoint
 _IGNORED = -100  # the label of tokens that do not count
 _TRIED = 8  # records, to find out what the model's own loss is
 
@@ -98,7 +96,7 @@ class PrivateTrainer(Trainer):
                 if path is None:
                     raise ValueError(f"There is no checkpoint in {folder} to go on from.")
             # The books first: weights must never be restored without what they cost.
-            self._saved = None if path is None else load_file(Path(path, _ENGINE), ENGINE_KEYS)
+            self._saved = PrivateFit.saved_in(path)
             try:
                 output = super().train(path, *others, **options)
                 self._certify(folder)
@@ -255,7 +253,7 @@ class PrivateTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         self._certify(folder)
         if self._fit is not None and not self._fit.over and _internal_call:
-            save_file(folder / _ENGINE, self._fit.engine.state_dict())
+            self._fit.save(folder)
         super().save_model(output_dir, _internal_call)
 
     def _certify(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Fine-tune MiniLM on sentences with Hugging Face's Trainer: private.py is the private one.
+"""Fine-tune MiniLM on private sentences with Hugging Face's Trainer: plain.py is the plain one.
 
     pip install 'dpspan[text,transformers]'
-    python examples/trainer/plain.py train.tsv dev.tsv runs/sst2
+    python examples/with_trainer/private.py train.tsv dev.tsv runs/sst2
 
 The files have a header and two columns, `sentence` and `label` (0 or 1), separated by tabs, as
 SST-2 has. A run that was interrupted goes on when the command is given again.
@@ -11,7 +11,7 @@ import argparse
 import csv
 from pathlib import Path
 
-from transformers import Trainer
+from dpspan.frameworks.transformers import Privacy, PrivateTrainer as Trainer
 from transformers import TrainingArguments
 
 from dpspan.model.text import minilm_classifier, minilm_tokenizer
@@ -65,6 +65,7 @@ def main(arguments=None):
         train_dataset=read(options.train, options.length),
         eval_dataset=read(options.dev, options.length),
         compute_metrics=accuracy,
+        privacy=Privacy(epsilon=8.0, delta=1e-5),
     )
     trainer.train(resume_from_checkpoint=any(options.folder.glob("checkpoint-*")))
     trainer.save_model(str(options.folder / "model"))
