@@ -35,6 +35,9 @@ def compare_command(
         int | None,
         typer.Option(min=3, help="Learning rates to try for each row. Outside of ε, and so noted."),
     ] = None,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="On a Ray cluster, which must share --out.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -50,9 +53,11 @@ def compare_command(
     """
     settings = _comparable(configs)
     from dpspan.app.comparison import Search, compare, verdicts
+    from dpspan.app.run.on_ray import OnRay
 
     task, contenders = _task(settings, to)
     seed = next(iter(settings.values())).training.seed
+    gpus = float(str(task.device).startswith("cuda"))
     comparison = compare(
         task,
         contenders,
@@ -61,6 +66,7 @@ def compare_command(
         jobs=jobs,
         search=None if search is None else Search(tries=search),
         console=None if as_json or quiet else Console(stderr=True),
+        executor=OnRay(gpus) if on_ray else None,
     )
     comparison.plot(to / "comparison.png")
     said = [f"• {sentence}" for sentence in verdicts(comparison)]

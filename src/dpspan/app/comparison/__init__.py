@@ -22,7 +22,7 @@ from dpspan.app.comparison.results import Comparison, Result, Row, ending, verdi
 from dpspan.app.comparison.search import Search
 from dpspan.app.comparison.tuning import RowSearch, note, trainings
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
-from dpspan.app.run.jobs import workers
+from dpspan.app.run.jobs import Executor, workers
 from dpspan.app.run.resumable import Run
 from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, settings_of, with_baselines
 from dpspan.support import files
@@ -44,6 +44,7 @@ def compare(
     jobs: int = 1,
     search: Search | None = None,
     console: Console | None = None,
+    executor: Executor | None = None,
 ) -> Comparison:
     """Run what is missing in the folder `out`, and say what came out.
 
@@ -65,6 +66,8 @@ def compare(
             private records and is judged by others of them, which ε does not count: certificates
             say so. All tries are kept.
         console: where the progress bar goes; none without one.
+        executor: where they run, if not in processes on this machine: `OnRay()` of
+            `dpspan.app.run.on_ray`.
 
     Examples:
         >>> import torch
@@ -92,10 +95,11 @@ def compare(
     if not isinstance(budget, Budget):
         raise ValueError("Expected a task with a Budget: what is compared has one price.")
     warn_of_weaknesses(budget.epsilon, budget.delta, task.count)
-    everyone, out = with_baselines(task, contenders), Path(out)
+    everyone, out = with_baselines(task, contenders), Path(out).absolute()
     _check_folders(everyone)
     with locked(out):
-        searched = {} if search is None else _search(task, everyone, out, search, jobs, console)
+        where = {"jobs": jobs, "console": console, "executor": executor, "shared": out}
+        searched = {} if search is None else _search(task, everyone, out, search, **where)
         everyone = tuple(searched[c.name].found if c.name in searched else c for c in everyone)
         runs = [
             (task, each, seed, RunFolder(folder_of(out, each.name, seed)))
@@ -105,7 +109,8 @@ def compare(
         if missing:
             remove_summary(out)
         counts = {"total": len(runs), "done": len(runs) - len(missing)}
-        with workers(min(jobs, max(1, len(missing))), console, "comparing", **counts) as run_all:
+        where["jobs"] = min(jobs, max(1, len(missing)))
+        with workers(title="comparing", **counts, **where) as run_all:
             run_all(train, missing)
         comparison = _collected(task, budget, everyone, seeds, out, searched)
         RunFolder(out).write_json(out / "comparison.json", comparison.to_dict())
@@ -117,8 +122,7 @@ def _search(
     contenders: Sequence[Contender],
     out: Path,
     search: Search,
-    jobs: int,
-    console: Console | None,
+    **where: Any,
 ) -> dict[str, RowSearch]:
     """Make the tries that are missing, of one contender as many as of another."""
     expect(search.tries >= 3, "a search of at least 3 tries", search.tries)
@@ -129,7 +133,7 @@ def _search(
     }
     total = len(rows) * (search.tries + search.finalists * search.seeds)
     counts = {"total": total, "done": min(total, trainings(out))}
-    with workers(jobs, console, "searching learning rates", **counts) as run_all:
+    with workers(title="searching learning rates", **counts, **where) as run_all:
         while missing := [job for row in rows.values() for job in row.wanted]:
             remove_summary(out)
             run_all(RowSearch.make, missing)

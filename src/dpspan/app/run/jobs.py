@@ -1,4 +1,4 @@
-"""Several trainings: in this process or in processes of their own, beside a progress bar."""
+"""Several trainings: in this process, in others, or on a cluster, beside a progress bar."""
 
 import multiprocessing
 import os
@@ -6,7 +6,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,38 +18,65 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from dpspan.support.checks import check_count
 
 Work = Callable[..., Any]
+Map = Callable[..., Iterator[Any]]  # as the built-in one is called, results in order
+Executor = Callable[[int], AbstractContextManager[Map]]  # so many at a time; an error ends them all
 
 
 @contextmanager
 def workers(
-    jobs: int, console: Console | None, title: str, *, total: int, done: int = 0
+    jobs: int,
+    console: Console | None,
+    title: str,
+    *,
+    total: int,
+    done: int = 0,
+    executor: Executor | None = None,
+    shared: Path | None = None,
 ) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]]], list[Any]]]:
-    """A function that calls another with each tuple of arguments, `jobs` at a time, in order."""
+    """A function that calls another with each tuple of arguments, `jobs` at a time, in order.
+
+    `shared` is the folder that they write to.
+    """
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("runs"))
     where = console or Console(quiet=True)  # a disabled bar may still end its line
-    pool = None
-    if check_count("jobs", jobs) > 1:
-        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin)
-    with pool or nullcontext(), Progress(*columns, console=where, disable=where.quiet) as progress:
+    begin = (executor or processes)(check_count("jobs", jobs))
+    with begin as each_of, Progress(*columns, console=where, disable=where.quiet) as progress:
         bar = progress.add_task(title, total=total, completed=done)
 
         def run(work: Work, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
             found = []
             columns = [list(column) for column in zip(*arguments, strict=True)] or [[]]
-            for result in (map if pool is None else pool.map)(work, *columns):
+            for result in each_of(partial(_seeing, shared, work), *columns):
                 found.append(result)
                 progress.advance(bar)
             return found
 
+        yield run
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[Map]:
+    """On this machine; one at a time is this process itself."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
         try:
-            yield run
+            yield pool.map
         except BaseException:  # takes the workers along: none may release what nobody waits for
-            if pool is not None:
-                processes = list(pool._processes.values())
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in processes:
-                    process.terminate()  # a run may be ended at any time, and goes on later
+            running = list(pool._processes.values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()  # a run may be ended at any time, and goes on later
             raise
+
+
+def _seeing(shared: Path | None, work: Work, *arguments: Any) -> Any:
+    """Before anything is read: results that another machine keeps would be lost, and paid for."""
+    if shared is not None and not shared.exists():
+        way = "Choose one that all machines share, under the same path"
+        raise FileNotFoundError(f"The folder {shared} is not on this machine. {way}.")
+    return work(*arguments)
 
 
 def _begin() -> None:

@@ -1,0 +1,65 @@
+"""Trainings on a Ray cluster, in place of processes on this machine (the extra `ray`)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dpspan.app.data import optional
+from dpspan.app.run.jobs import Map, Work
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """An executor: `compare(…, jobs=8, executor=OnRay())`.
+
+    On the cluster that Ray is connected to or finds (RAY_ADDRESS), else on this machine. The folder
+    must be one that all its machines see, under the same path.
+
+    Args:
+        gpus: that each training needs, or a part of one.
+    """
+
+    gpus: float = 0.0
+
+    @contextmanager
+    def __call__(self, jobs: int) -> Iterator[Map]:
+        """Each training runs once: a process that dies is an error, and the run goes on later."""
+        ray = optional("ray", "Runs on a cluster", "ray")
+        pools = optional("ray.util", "Runs on a cluster", "ray")
+        connected = ray.is_initialized()
+        if not connected:
+            ray.init(log_to_driver=False, include_dashboard=False)
+        # What an actor does not ask for, it would hold without Ray's knowledge.
+        worker = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=0)(_Worker)
+        actors = [worker.remote() for _ in range(jobs)]
+        pool = pools.ActorPool(actors)
+
+        def each_of(work: Work, *columns: list[Any]) -> Iterator[Any]:
+            try:
+                yield from pool.map(
+                    lambda actor, arguments: actor.call.remote(work, *arguments),
+                    list(zip(*columns, strict=True)),
+                )
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+
+        try:
+            yield each_of
+        finally:  # after an error none may release what nobody waits for
+            for actor in actors:
+                ray.kill(actor)
+            if not connected:
+                ray.shutdown()
+
+
+class _Worker:
+    """A process of the cluster, with one thread."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def call(self, work: Work, *arguments: Any) -> Any:
+        return work(*arguments)
