@@ -115,7 +115,7 @@ def test_what_cannot_be_private_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             prepare(accelerator, *parts(), privacy=PRIVACY, epochs=1)
 
-    refused("Give the Accelerator a project_dir", project_dir=None)
+    refused("give the Accelerator a project_dir", project_dir=None)
     refused("`physical` what fits", gradient_accumulation_steps=2)
     accelerator = accelerate.Accelerator(cpu=True, project_dir=folder)
     model, optimizer, loader, _ = parts()

@@ -210,7 +210,9 @@ WAYS = {
 
 
 @pytest.mark.usefixtures("noiseless")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "compiled")) for way in WAYS]
+)
 def test_other_ways_to_compute_it(tmp_path: Path, way: str) -> None:
     changes, slack = WAYS[way]
     start = weights(classifier().float())
@@ -449,7 +451,7 @@ def test_a_killed_process_leaves_what_the_next_one_needs(tmp_path: Path) -> None
 # -- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
-    "fp16": ({"fp16": True}, "Use bf16"),
+    "fp16": ({"fp16": True}, "use bf16"),
     "batch size": ({"auto_find_batch_size": True}, "per_device_train_batch_size to what fits"),
     "checkpointing": ({"gradient_checkpointing": True}, "raise gradient_accumulation_steps"),
     "tokens": ({"include_num_input_tokens_seen": True}, "counts the tokens"),
@@ -474,7 +476,7 @@ def test_several_devices(
     tmp_path: Path, name: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers.TrainingArguments, name, value)
-    with pytest.raises(ValueError, match="one process, without torchrun, and let it see one GPU"):
+    with pytest.raises(ValueError, match="one process without torchrun"):
         trainer(tmp_path)
 
 

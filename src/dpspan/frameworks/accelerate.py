@@ -1,8 +1,6 @@
 """accelerate: `prepare` in place of `accelerator.prepare` (the extra `accelerate`)."""
 
-import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Never
 
@@ -11,8 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.frameworks.private_fit import Privacy, PrivateFit
-from dpspan.support.files import locked
+from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
 from dpspan.support.randomness import renew
 
 try:
@@ -20,10 +17,8 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType, send_to_device
 except ImportError as error:
-    raise ModuleNotFoundError(
-        "dpspan.frameworks.accelerate needs the package accelerate: "
-        "pip install 'dpspan[accelerate]'."
-    ) from error
+    needed = "the package accelerate: pip install 'dpspan[accelerate]'"
+    raise ModuleNotFoundError(f"dpspan.frameworks.accelerate needs {needed}.") from error
 
 __all__ = ["Privacy", "PrivateBatches", "prepare"]
 
@@ -35,7 +30,7 @@ def prepare(
     loader: DataLoader[Any],
     *others: Any,
     privacy: Privacy,
-    epochs: float,
+    epochs: int,
     physical: int | None = None,
     resume_from: str | Path | None = None,
 ) -> tuple[Any, ...]:
@@ -45,17 +40,15 @@ def prepare(
     at most `physical` records; its `engine` knows ε. `ledger.json` is kept in the accelerator's
     `project_dir`. `resume_from` goes on from what `accelerator.save_state` wrote there.
     """
-    _refuse(accelerator, optimizer)
-    folder, lock = Path(accelerator.project_dir), ExitStack()
-    lock.enter_context(locked(folder))
+    refuse("accelerate", _problems(accelerator, optimizer))
     fit = PrivateFit(
         privacy,
-        folder,
+        Path(accelerator.project_dir),
         module=model.to(accelerator.device),
         optimizer=optimizer,
         loader=loader,
         physical=physical,
-        steps=lambda in_an_epoch: math.ceil(epochs * in_an_epoch),
+        steps=lambda in_an_epoch: epochs * in_an_epoch,
         saved=PrivateFit.saved_in(resume_from),
     )
     model, prepared, *others = accelerator.prepare(model, optimizer, *others)
@@ -69,20 +62,16 @@ def prepare(
         accelerator.load_state(str(resume_from))
     accelerator.register_load_state_pre_hook(_load_before)
     accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = _clipped
-    return model, prepared, PrivateBatches(fit, prepared, accelerator.device, lock), *others
+    return model, prepared, PrivateBatches(fit, prepared, accelerator.device), *others
 
 
 class PrivateBatches:
     """Private batches on a device; `len` counts steps."""
 
-    def __init__(
-        self, fit: PrivateFit, optimizer: AcceleratedOptimizer, device: Any, lock: ExitStack
-    ) -> None:
-        self._fit, self._optimizer, self._device, self._lock = fit, optimizer, device, lock
-
-    @property
-    def engine(self) -> PrivacyEngine:
-        return self._fit.engine
+    def __init__(self, fit: PrivateFit, optimizer: AcceleratedOptimizer, device: Any) -> None:
+        self._fit, self._optimizer, self._device = fit, optimizer, device
+        self.engine: PrivacyEngine = fit.engine
+        self.close = fit.close  # when training is over: another process may use the folder
 
     def __len__(self) -> int:
         return self._fit.steps_per_epoch
@@ -93,35 +82,23 @@ class PrivateBatches:
                 # The weights stay as they are until the last piece; schedulers ask whether.
                 self._optimizer._is_overflow = not last
                 yield send_to_device(batch, self._device)
-
-    def close(self) -> None:
-        """Training is over: the model has no hooks, and another process may use the folder."""
-        self._fit.close()
-        self._lock.close()
+        self._fit.end_epoch()
 
 
-def _refuse(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """ValueError for what cannot be private, with what to do instead."""
-    problems = {
-        "several processes, or a wrapper for them, add up gradients before they are clipped. Start "
-        "one, without `accelerate launch --multi_gpu`": (
-            accelerator.distributed_type != DistributedType.NO
-        ),
-        "fp16 and fp8 scale the loss by what overflows, and so the clip. Use mixed_precision="
-        "'bf16'": accelerator.mixed_precision not in ("no", "bf16"),
-        "gradient_accumulation_steps divides the loss. Leave it out, and give the loader the "
-        "batch size of a step and `physical` what fits": accelerator.gradient_accumulation_steps
-        != 1,
-        "the optimizer is prepared already. Give it as it was": isinstance(
-            optimizer, AcceleratedOptimizer
-        ),
-        "what is released must be on record. Give the Accelerator a project_dir": (
-            accelerator.project_dir is None
-        ),
-    }
-    for problem, there in problems.items():
-        if there:
-            raise ValueError(f"dpspan.frameworks.accelerate refuses this: {problem}.")
+def _problems(accelerator: Accelerator, optimizer: Optimizer) -> Iterator[str]:
+    if accelerator.distributed_type != DistributedType.NO:
+        yield "several processes add up gradients before they are clipped: start one, unwrapped"
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        yield "fp16 and fp8 scale the loss, and so the clip: use mixed_precision='bf16'"
+    if accelerator.gradient_accumulation_steps != 1:
+        yield (
+            "gradient_accumulation_steps divides the loss: leave it out, give the loader the batch "
+            "size of a step and `physical` what fits"
+        )
+    if isinstance(optimizer, AcceleratedOptimizer):
+        yield "the optimizer is prepared already: give it as it was"
+    if accelerator.project_dir is None:
+        yield "what is released must be on record: give the Accelerator a project_dir"
 
 
 def _load_before(*_: Any) -> Never:

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.certificate import write_certificate
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.frameworks.private_fit import CERTIFICATE, Privacy, PrivateFit
-from dpspan.support.files import locked
+from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
 
 try:
     from pytorch_lightning import Callback  # of the package `lightning`, too
 except ImportError as error:
-    raise ModuleNotFoundError(
-        "PrivateTraining needs the package pytorch-lightning: pip install 'dpspan[lightning]'."
-    ) from error
+    needed = "the package pytorch-lightning: pip install 'dpspan[lightning]'"
+    raise ModuleNotFoundError(f"PrivateTraining needs {needed}.") from error
 
 __all__ = ["Privacy", "PrivateTraining"]
 
@@ -33,26 +30,21 @@ class PrivateTraining(Callback):
     The batch size of the train dataloader is the expected batch size; at most `physical` records
     are on the device at once. `gradient_clip_val` clips the gradient of each record, where
     `privacy.method` has no clip of its own. `ledger.json` and `certificate.json` are kept in the
-    Trainer's `default_root_dir`.
+    Trainer's `default_root_dir`; `engine` is that of the last fit.
     """
+
+    engine: PrivacyEngine | None = None
 
     def __init__(self, privacy: Privacy, physical: int | None = None) -> None:
         self._privacy, self._physical = privacy, physical
         self._fit: PrivateFit | None = None
         self._saved: Mapping[str, Any] | None = None
-        self._lock = ExitStack()
-
-    @property
-    def engine(self) -> PrivacyEngine:
-        """Of the last `trainer.fit`."""
-        if self._fit is None:
-            raise RuntimeError("No private training yet: call trainer.fit first.")
-        return self._fit.engine
+        self._undo = ExitStack()
 
     # -- the life of a fit ------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """What the module logs goes through here."""
+        """What is logged goes through here."""
         log = pl_module.log
 
         def only_what_may_be_seen(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -60,8 +52,8 @@ class PrivateTraining(Callback):
             if shown is not None:
                 log(shown, value, *args, **options)
 
-        self._lock.callback(vars(pl_module).pop, "log")
         pl_module.log = only_what_may_be_seen
+        self._undo.callback(vars(pl_module).pop, "log")
         for callback in trainer.callbacks:
             callback.log = only_what_may_be_seen
 
@@ -69,121 +61,56 @@ class PrivateTraining(Callback):
         """There is an optimizer now, and no batch yet."""
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
-        self._refuse(trainer, loader)
-        folder = Path(trainer.default_root_dir)
-        self._lock.enter_context(locked(folder))
+        refuse("Lightning", _problems(trainer, loader, self._privacy))
         # The part that is called on a batch, so that it can be looked at; mostly there is just one.
         parts = [part for part in pl_module.children() if any(True for _ in part.parameters())]
         stated = self._privacy.method.clip is not None
+        limits = (trainer.max_epochs, trainer.max_steps)
+        epochs, most = (math.inf if limit in (None, -1) else limit for limit in limits)
         self._fit = PrivateFit(
             self._privacy,
-            folder,
+            Path(trainer.default_root_dir),
             module=parts[0] if len(parts) == 1 else pl_module,
             optimizer=trainer.optimizers[0],
             loader=loader,
             physical=self._physical,
-            steps=functools.partial(_steps, trainer),
+            steps=lambda in_an_epoch: min(most, epochs * in_an_epoch),
             clip=None if stated else trainer.gradient_clip_val,
             saved=self._saved,
         )
-        batches = _FirstPieces(self._fit)
-        source.instance = batches
-        pl_module.training_step = self._in_pieces(trainer, pl_module, batches)
-        self._lock.callback(vars(pl_module).pop, "training_step")
+        self._undo.callback(self._fit.close)
+        self.engine, source.instance = self._fit.engine, _FirstPieces(self._fit)
+        pl_module.training_step = _in_pieces(trainer, pl_module, source.instance)
+        self._undo.callback(vars(pl_module).pop, "training_step")
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if self._fit is not None and not self._fit.affordable:  # steps were lost, or these are all
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.log("epsilon", self.engine.get_epsilon())
+        if self._fit is not None:
+            pl_module.log("epsilon", self._fit.engine.get_epsilon())
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        if self._fit is not None and not self._privacy.eval_is_public:
-            self._fit.write_ledger("results on evaluation data not declared public were logged")
+        if self._fit is not None:
+            self._fit.write_ledger(evaluated=True)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint; what was spent is on the disk before it."""
-        if self._fit is None:
-            return {}
-        self._fit.write_ledger()
-        return self._fit.engine.state_dict()
+        return {} if self._fit is None else self._fit.engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state or None
 
     def on_fit_end(self, trainer: Any, *_: Any) -> None:
-        assert self._fit is not None
-        document = self._fit.engine.certificate()  # which may put a warning on record
-        self._fit.write_ledger()
-        write_certificate(Path(trainer.default_root_dir, CERTIFICATE), document)
+        if self._fit is not None:
+            self._fit.certify(Path(trainer.default_root_dir))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._end()
+        self._undo.close()
 
     def on_exception(self, *_: Any) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if self._fit is not None and not self._fit.over:
-            self._fit.close()
-        self._lock.close()
-
-    # -- a step -----------------------------------------------------------------------------------
-
-    def _in_pieces(self, trainer: Any, pl_module: Any, batches: "_FirstPieces") -> Any:
-        """`training_step` for every piece of a batch, the last of which is for the loop to step."""
-        step, fit = pl_module.training_step, batches.fit
-
-        @functools.wraps(step)
-        def in_pieces(batch: Any, *args: Any, **options: Any) -> Any:
-            result, last = step(batch, *args, **options), batches.last
-            while not last:
-                if pl_module.automatic_optimization:
-                    loss = result["loss"] if isinstance(result, Mapping) else result
-                    with torch.autocast(pl_module.device.type, enabled=False):
-                        loss.backward()
-                        fit.add_piece()
-                batch, last = next(batches.pieces)
-                batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
-                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-                result = step(batch, *args, **options)
-            return result
-
-        return in_pieces
-
-    def _refuse(self, trainer: Any, loader: Any) -> None:
-        """ValueError for what cannot be private, with what to do instead."""
-        chosen = [c for c in trainer.callbacks if getattr(c, "monitor", None) is not None]
-        problems = {
-            f"{trainer.world_size} processes or devices add up gradients before they are clipped. "
-            "Train on one: Trainer(devices=1)": trainer.world_size > 1 or trainer.num_devices > 1,
-            f"precision='{trainer.precision}' scales the loss, or rounds what is released. Use one "
-            f"of {', '.join(_PRECISIONS)}": trainer.precision not in _PRECISIONS,
-            "accumulate_grad_batches counts batches of a fixed size. Leave it out, give the loader "
-            "the batch size of a step and PrivateTraining physical=, what fits": (
-                trainer.accumulate_grad_batches != 1
-            ),
-            "gradient_clip_algorithm='value' bounds no record. Leave it out": (
-                trainer.gradient_clip_algorithm == "value"
-            ),
-            f"{len(trainer.optimizers)} optimizers would share one batch. Use one": (
-                len(trainer.optimizers) != 1
-            ),
-            f"{''.join(type(c).__name__ for c in chosen[:1])} decides by evaluation data. If they "
-            "are nobody's secret, say so: Privacy(eval_is_public=True)": (
-                bool(chosen) and not self._privacy.eval_is_public
-            ),
-            "it is unknown how long it will train. Set max_epochs or max_steps": (
-                trainer.max_epochs in (None, -1) and trainer.max_steps == -1
-            ),
-            f"the train dataloader is a {type(loader).__name__}. Give one DataLoader": (
-                not isinstance(loader, DataLoader)
-            ),
-        }
-        for problem, there in problems.items():
-            if there:
-                raise ValueError(f"PrivateTraining refuses this: {problem}.")
+        self._undo.close()
 
 
 class _FirstPieces:
@@ -212,7 +139,52 @@ class _FirstPieces:
         return
 
 
-def _steps(trainer: Any, in_an_epoch: int) -> int:
-    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
-    epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
-    return int(min(most, epochs * in_an_epoch))
+def _in_pieces(trainer: Any, pl_module: Any, batches: _FirstPieces) -> Any:
+    """`training_step` for every piece of a batch, the last of which is for the loop to step."""
+    step = pl_module.training_step
+
+    @functools.wraps(step)
+    def in_pieces(batch: Any, *args: Any, **options: Any) -> Any:
+        result, last = step(batch, *args, **options), batches.last
+        while not last:
+            if pl_module.automatic_optimization:
+                loss = result["loss"] if isinstance(result, Mapping) else result
+                with torch.autocast(pl_module.device.type, enabled=False):
+                    loss.backward()
+                    batches.fit.add_piece()
+            batch, last = next(batches.pieces)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            result = step(batch, *args, **options)
+        return result
+
+    return in_pieces
+
+
+def _problems(trainer: Any, loader: Any, privacy: Privacy) -> Iterator[str]:
+    if trainer.world_size > 1 or trainer.num_devices > 1:
+        yield "several devices add up gradients before they are clipped: Trainer(devices=1)"
+    if trainer.precision not in _PRECISIONS:
+        yield (
+            f"precision='{trainer.precision}' scales the loss, or rounds what is released: use one "
+            f"of {', '.join(_PRECISIONS)}"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            "accumulate_grad_batches counts batches of a fixed size: leave it out, give the loader "
+            "the batch size of a step and PrivateTraining physical=, what fits"
+        )
+    if trainer.gradient_clip_algorithm == "value":
+        yield "gradient_clip_algorithm='value' bounds no record: leave it out"
+    if len(trainer.optimizers) != 1:
+        yield f"{len(trainer.optimizers)} optimizers would share one batch: use one"
+    if trainer.max_epochs in (None, -1) and trainer.max_steps == -1:
+        yield "it is unknown how long it will train: set max_epochs or max_steps"
+    if not isinstance(loader, DataLoader):
+        yield f"the train dataloader is a {type(loader).__name__}: give one DataLoader"
+    for callback in trainer.callbacks:
+        if getattr(callback, "monitor", None) is not None and not privacy.eval_is_public:
+            yield (
+                f"{type(callback).__name__} decides by evaluation data: if they are nobody's "
+                "secret, say so, Privacy(eval_is_public=True)"
+            )

@@ -7,7 +7,7 @@ batch, its size, the number of its tokens and the state of the random numbers do
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from dpspan.accounting.certificate import write_certificate
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.frameworks.private_fit import CERTIFICATE, Privacy, PrivateFit
+from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import refuse_overlap
-from dpspan.support.files import locked
 from dpspan.support.left_as_found import left_as_found
 
 try:
@@ -30,10 +28,8 @@ try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
-    raise ModuleNotFoundError(
-        "PrivateTrainer needs the packages transformers and accelerate: "
-        "pip install 'dpspan[transformers]'."
-    ) from error
+    needed = "the packages transformers and accelerate: pip install 'dpspan[transformers]'"
+    raise ModuleNotFoundError(f"PrivateTrainer needs {needed}.") from error
 
 __all__ = ["Privacy", "PrivateTrainer"]
 
@@ -47,11 +43,17 @@ class PrivateTrainer(Trainer):
     The expected batch is `per_device_train_batch_size` × `gradient_accumulation_steps` records, of
     which at most `per_device_train_batch_size` are on the device at once. `max_grad_norm` clips the
     gradient of each record, where `privacy.method` has no clip of its own. The loss of a text is
-    the mean over its own tokens, whatever the other texts of its batch are.
+    the mean over its own tokens, whatever the other texts of its batch are. `engine` is that of the
+    last training.
     """
 
+    engine: PrivacyEngine | None = None
     loss_is_scaled_for_ga = True  # accumulation is the engine's
     compute_loss_func: Any
+    _evaluating = False
+    _fit: PrivateFit | None = None
+    _saved: Mapping[str, Any] | None = None
+    _shift: int | None = None  # of labels against logits
 
     def __init__(
         self,
@@ -62,26 +64,15 @@ class PrivateTrainer(Trainer):
         **options: Any,  # the Trainer's own
     ) -> None:
         given = TrainingArguments("tmp_trainer") if args is None else args
-        _refuse(given, privacy)
+        refuse("PrivateTrainer", _problems(given, privacy))
         self.privacy = privacy
         self._accumulated, self._clip = given.gradient_accumulation_steps, given.max_grad_norm
         own = copy.copy(given)
         own.gradient_accumulation_steps, own.max_grad_norm = 1, 0.0
         super().__init__(model, own, *others, **options)
-        self._fit: PrivateFit | None = None
-        self._saved: Mapping[str, Any] | None = None
-        self._evaluating = False
-        self._shift: int | None = None  # of labels against logits
         if self.compute_loss_func is not None:  # as a module, which the guard looks at
             self.compute_loss_func = _Criterion(self.compute_loss_func)
         self.add_callback(_StopWhenSpent(self))
-
-    @property
-    def engine(self) -> PrivacyEngine:
-        """Of the last training."""
-        if self._fit is None:
-            raise RuntimeError("No private training yet: call train() first.")
-        return self._fit.engine
 
     # -- training -------------------------------------------------------------------------------
 
@@ -90,19 +81,19 @@ class PrivateTrainer(Trainer):
     ) -> Any:
         """Train; `resume_from_checkpoint` goes on with what `ledger.json` says was spent."""
         folder, path = Path(self.args.output_dir), resume_from_checkpoint or None
-        with locked(folder):
-            if path is True:
-                path = get_last_checkpoint(str(folder))
-                if path is None:
-                    raise ValueError(f"There is no checkpoint in {folder} to go on from.")
-            # The books first: weights must never be restored without what they cost.
-            self._saved = PrivateFit.saved_in(path)
-            try:
-                output = super().train(path, *others, **options)
-                self._certify(folder)
-            finally:
-                if self._fit is not None:
-                    self._fit.close()
+        if path is True:
+            path = get_last_checkpoint(str(folder))
+            if path is None:
+                raise ValueError(f"There is no checkpoint in {folder} to go on from.")
+        # The books first: weights must never be restored without what they cost.
+        self._saved = PrivateFit.saved_in(path)
+        try:
+            output = super().train(path, *others, **options)
+            if self._fit is not None:
+                self._fit.certify(folder)
+        finally:
+            if self._fit is not None:
+                self._fit.close()
         loss = output.training_loss if self.privacy.unprivate_metrics else math.nan
         return output._replace(training_loss=loss, metrics=self._shown(output.metrics))
 
@@ -127,7 +118,12 @@ class PrivateTrainer(Trainer):
             prefetch_factor=plain.prefetch_factor,
             persistent_workers=plain.persistent_workers,
         )
-        self._refuse_copies(loader)
+        if self.privacy.eval_is_public and (held_out := self.eval_dataset) is not None:
+            sets = held_out.values() if isinstance(held_out, dict) else [held_out]
+            declared = (
+                PublicData.of(self.get_eval_dataloader(x), name="eval_dataset") for x in sets
+            )
+            refuse_overlap(loader, declared)
         self._shift = self._found_shift(loader)
         optimizer: Any = self.create_optimizer()
         default = TrainingArguments.max_grad_norm
@@ -144,7 +140,10 @@ class PrivateTrainer(Trainer):
             clip=None if stated else self._clip or None,
             saved=self._saved,
         )
-        return self._fit.tickets
+        self.engine = self._fit.engine
+        # One entry a step; what it stands for is drawn when the step is taken.
+        steps: Any = range(self._fit.steps_per_epoch)
+        return DataLoader(steps, batch_size=1, collate_fn=lambda _: {})
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
         """Run the pieces of a batch; after the last of them the loop takes the step."""
@@ -225,9 +224,7 @@ class PrivateTrainer(Trainer):
         """What is private is left out, or called so; ε is there."""
         shown = self._shown(logs)
         if self._fit is not None:
-            secret = self._evaluating and not self.privacy.eval_is_public
-            note = "results on evaluation data not declared public were logged"
-            self._fit.write_ledger(note if secret else None)
+            self._fit.write_ledger(evaluated=self._evaluating)
             shown["epsilon"] = self._fit.engine.get_epsilon()
         super().log(shown, *others)
         logs.update({name: shown[name] for name in ("epoch", "epsilon") if name in shown})
@@ -251,16 +248,11 @@ class PrivateTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """With a certificate; the state of the engine, too, where training may go on."""
         folder = Path(output_dir or self.args.output_dir)
-        self._certify(folder)
-        if self._fit is not None and not self._fit.over and _internal_call:
-            self._fit.save(folder)
-        super().save_model(output_dir, _internal_call)
-
-    def _certify(self, folder: Path) -> None:
         if self._fit is not None:
-            document = self._fit.engine.certificate()  # which may put a warning on record
-            self._fit.write_ledger()
-            write_certificate(folder / CERTIFICATE, document)
+            self._fit.certify(folder)
+            if _internal_call and not self._fit.over:
+                self._fit.save(folder)
+        super().save_model(output_dir, _internal_call)
 
     def _save_rng_state(self, *_: Any) -> None:
         """Never: who knows the dropout of a batch may see one record in the gradients of others."""
@@ -280,14 +272,6 @@ class PrivateTrainer(Trainer):
             "A search on private records is a release for each trial: search on public data with "
             "a plain Trainer, and train once here."
         )
-
-    def _refuse_copies(self, loader: DataLoader[Any]) -> None:
-        """Evaluation data that are declared public must not be private records."""
-        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        for data in sets.values() if self.privacy.eval_is_public else ():
-            if data is not None:
-                declared = PublicData.of(self.get_eval_dataloader(data), name="eval_dataset")
-                refuse_overlap(declared, loader.dataset, loader.collate_fn)
 
 
 class _Criterion(nn.Module):
@@ -315,34 +299,28 @@ class _StopWhenSpent(TrainerCallback):
             control.should_training_stop = True
 
 
-def _refuse(args: TrainingArguments, privacy: Privacy) -> None:
-    """ValueError for what cannot be private, with what to do instead."""
-    several = "Start one process, without torchrun, and let it see one GPU: CUDA_VISIBLE_DEVICES=0"
-    tokens = getattr(args, "include_num_input_tokens_seen", False)
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    problems = {
-        f"{args.world_size} processes train. {several}": args.world_size > 1,
-        f"DataParallel on {args.n_gpu} GPUs splits batches. {several}": args.n_gpu > 1,
-        "fsdp and deepspeed add up gradients before they are clipped. Leave them out": bool(
-            args.fsdp or args.deepspeed
-        ),
-        "fp16 scales the loss by what gradients overflow, and so the clip. Use bf16": args.fp16,
-        "gradient_checkpointing runs layers again where nothing is recorded. Lower "
-        "per_device_train_batch_size, and raise gradient_accumulation_steps": (
-            args.gradient_checkpointing
-        ),
-        "auto_find_batch_size starts again when a batch is too large. Set "
-        "per_device_train_batch_size to what fits": args.auto_find_batch_size,
-        "include_num_input_tokens_seen counts the tokens of private batches. Leave it out": tokens
-        not in (False, "no"),
-        f"optim='{optimizer}' updates weights during the backward pass. Choose another": any(
-            word in optimizer for word in ("lomo", "layerwise")
-        ),
-        "metric_for_best_model (load_best_model_at_end, reduce_lr_on_plateau, early stopping) "
-        "decides by evaluation data. If they are nobody's secret, say so: "
-        "Privacy(eval_is_public=True)": args.metric_for_best_model is not None
-        and not privacy.eval_is_public,
-    }
-    for problem, there in problems.items():
-        if there:
-            raise ValueError(f"PrivateTrainer refuses these arguments: {problem}.")
+def _problems(args: TrainingArguments, privacy: Privacy) -> Iterator[str]:
+    if max(args.world_size, args.n_gpu) > 1 or args.fsdp or args.deepspeed:
+        yield (
+            "several processes or GPUs add up gradients before they are clipped: start one process "
+            "without torchrun, fsdp and deepspeed, and let it see one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if args.fp16:
+        yield "fp16 scales the loss by what gradients overflow, and so the clip: use bf16"
+    if args.gradient_checkpointing:
+        yield (
+            "gradient_checkpointing runs layers again where nothing is recorded: lower "
+            "per_device_train_batch_size, and raise gradient_accumulation_steps"
+        )
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size tries sizes: set per_device_train_batch_size to what fits"
+    if getattr(args, "include_num_input_tokens_seen", "no") not in (False, "no"):
+        yield "include_num_input_tokens_seen counts the tokens of private batches: leave it out"
+    if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
+        yield f"optim={args.optim} updates weights during the backward pass: choose another"
+    if args.metric_for_best_model is not None and not privacy.eval_is_public:
+        yield (
+            "metric_for_best_model (load_best_model_at_end, reduce_lr_on_plateau, early stopping) "
+            "decides by evaluation data: if they are nobody's secret, say so, "
+            "Privacy(eval_is_public=True)"
+        )

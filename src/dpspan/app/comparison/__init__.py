@@ -98,7 +98,8 @@ def compare(
     everyone, out = with_baselines(task, contenders), Path(out).absolute()
     _check_folders(everyone)
     with locked(out):
-        where = {"jobs": jobs, "console": console, "executor": executor, "shared": out}
+        where: dict[str, Any] = {"jobs": jobs, "console": console}
+        where |= {"executor": executor, "shared": out}
         searched = {} if search is None else _search(task, everyone, out, search, **where)
         everyone = tuple(searched[c.name].found if c.name in searched else c for c in everyone)
         runs = [
@@ -108,7 +109,7 @@ def compare(
         missing = [job for job in runs if not _is_done(*job)]
         if missing:
             remove_summary(out)
-        counts = {"total": len(runs), "done": len(runs) - len(missing)}
+        counts: dict[str, Any] = {"total": len(runs), "done": len(runs) - len(missing)}
         where["jobs"] = min(jobs, max(1, len(missing)))
         with workers(title="comparing", **counts, **where) as run_all:
             run_all(train, missing)
@@ -132,7 +133,7 @@ def _search(
         if each.method is not None
     }
     total = len(rows) * (search.tries + search.finalists * search.seeds)
-    counts = {"total": total, "done": min(total, trainings(out))}
+    counts: dict[str, Any] = {"total": total, "done": min(total, trainings(out))}
     with workers(title="searching learning rates", **counts, **where) as run_all:
         while missing := [job for row in rows.values() for job in row.wanted]:
             remove_summary(out)
