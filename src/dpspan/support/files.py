@@ -60,7 +60,7 @@ def locked(path: Path) -> Iterator[None]:
         reason = f"{error.strerror or error}. Choose another output folder"
         raise OSError(f"Cannot write to the folder {path}: {reason}.") from error
     with lock:
-        for interrupted in path.glob(".*.tmp"):
+        for interrupted in path.glob(".*.????????.tmp"):  # as `replacing` names them
             interrupted.unlink()
         yield
 
