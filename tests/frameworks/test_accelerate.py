@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,16 @@ def noiseless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_accelerator_a_test() -> Iterator[None]:
+def _one_accelerator_a_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps its state for the process; transformers 4 sets its variables."""
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
