@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     Subset,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 
@@ -240,6 +241,30 @@ def test_records_are_read_as_a_loader_reads_them() -> None:
     pieces = [batch for piece in in_order(private, 500, list) for batch in piece]
     assert [count for count, _ in pieces] == [500, 500, 200]
     assert private.reads == 0
+
+
+class ReadyMade(Dataset):
+    """Gives a batch where a DataLoader asks for records; at module level, for workers."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return X[indices], Y[indices]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_come_ready_made_hide_no_copy(workers: int) -> None:
+    def collate(batch: Any) -> Any:
+        return batch if isinstance(batch, tuple) else default_collate(batch)
+
+    loader = DataLoader(ReadyMade(), batch_size=10, collate_fn=collate, num_workers=workers)
+    refuse_overlap(loader, [PublicData.of(torch.full((3, *X.shape[1:]), 77.0))])
+    with pytest.raises(ValueError, match="1 of the 1 samples"):
+        refuse_overlap(loader, [PublicData.of(X[-1:].clone())])
 
 
 class Stream(IterableDataset):

@@ -249,8 +249,13 @@ def in_order(dataset: Any, size: int, collate_fn: Collate) -> Iterator[list[tupl
             yield collated([inner[index] for index in chosen], collate_fn)
 
 
-def collated(records: Sequence[Any], collate_fn: Collate) -> list[tuple[int, Any]]:
+def collated(records: Any, collate_fn: Collate) -> list[tuple[int, Any]]:
     """The records as batches, (records, batch); one by one if they cannot be collated together."""
+    if not isinstance(records, list):  # a dataset's own __getitems__ may give a batch ready made
+        batch = collate_fn(records)
+        rows = [len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+        expect(bool(rows), "tensors in a batch that __getitems__ made", type(batch).__name__)
+        return [(rows[0], batch)]
     # A collate_fn may take a record apart, and be called a second time.
     copies = [copy.copy(each) if isinstance(each, Mapping) else each for each in records]
     try:
