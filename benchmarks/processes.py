@@ -129,6 +129,8 @@ def child(rank: int, world: int | None, store: str, pipe: Any, task: tuple[Any, 
     if rank == 0:
         pipe.send(result)
     pipe.close()
+    if world is not None:
+        distributed.destroy_process_group()
 
 
 def measured(world: int | None, *task: Any) -> dict[str, Any]:
