@@ -31,7 +31,8 @@ Test accuracy in %, mean ± standard deviation over seeds: other weights and noi
 and public samples where only a part of a file is used. The paper's number stands in brackets behind
 ours. Learning rates were searched with another seed, on training samples that were held out; the
 search is not paid for in ε. \\* the best rate is at an end of its grid; ‡ the rate was not searched
-for this row: it is another row's, or the only one tried; † fewer than three seeds.
+for this row: it is another row's, or the only one tried, or the search is not over; † fewer than
+three seeds.
 """
 
 

@@ -40,7 +40,8 @@ otherwise; where the paper has a plot only, it has no figure here. Verdicts foll
 
 Reasons are given only where an experiment tested them. Settings that differ from the paper's stand
 in the line, the rest in the table that it comes from. † fewer than three seeds; \\* the best
-learning rate is at an end of its grid, ‡ it is another row's or the only one tried: a verdict that
+learning rate is at an end of its grid, ‡ it is another row's or the only one tried, or its search
+is not over: a verdict that
 rests on these may change with another rate.
 """
 

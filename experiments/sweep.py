@@ -95,10 +95,13 @@ class CellSearch:
         return self.search.best(self.rates, self._known)
 
     def marks(self, row: str, rate: float) -> str:
-        """How well the rate of a row was found: at an end of its grid, or not by its own search."""
+        """How well the rate of a row was found: at an end of its grid, or not by its own search.
+
+        A search that is not over counts as none.
+        """
         tried = self.tried
         end = tried and rate in (tried[0].rate, tried[-1].rate)
-        own = tried and self.example.row == row
+        own = tried and self.example.row == row and not self.wanted
         return ("\\*" if end else "") + ("" if own else "‡")
 
     def _run(self, each: Try) -> Run:
