@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from dpspan.app.section import ConfigError
-from experiments import dimension, tables
+from experiments import dimension, spectra, tables
 from experiments.catalogue import load, names
 from experiments.distances import ChoosingExperiment, measure
 from experiments.runner import Place, Results, current_commit
@@ -31,6 +31,8 @@ def run(options: argparse.Namespace, results: Results, place: Place) -> None:
         tables.run(experiment, results, place, options.peer)
     elif isinstance(experiment, dimension.DimensionExperiment):
         dimension.run(experiment, results, place)
+    elif isinstance(experiment, spectra.SpectraExperiment):
+        spectra.run(experiment, results, place)
     else:
         if isinstance(experiment, ChoosingExperiment):
             measure(name, experiment, results, place, options.seeds)

@@ -10,16 +10,24 @@ from dpspan.app.section import parse
 from experiments.dimension import DimensionExperiment
 from experiments.distances import ChoosingExperiment
 from experiments.schema import TrainingExperiment
+from experiments.spectra import SpectraExperiment
 from experiments.tables import TablesExperiment
 
 FOLDER = Path(__file__).parent
 
-Experiment = TrainingExperiment | ChoosingExperiment | TablesExperiment | DimensionExperiment
+Experiment = (
+    TrainingExperiment
+    | ChoosingExperiment
+    | TablesExperiment
+    | DimensionExperiment
+    | SpectraExperiment
+)
 KINDS: dict[str, type[Experiment]] = {
     "training": TrainingExperiment,
     "choosing": ChoosingExperiment,
     "tables": TablesExperiment,
     "dimension": DimensionExperiment,
+    "spectra": SpectraExperiment,
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 from dpspan.app.comparison.results import LEVEL, chance
-from experiments import dimension, tables
+from experiments import dimension, spectra, tables
 from experiments.catalogue import load
 from experiments.distances import ChoosingExperiment
 from experiments.runner import Results, spread
@@ -243,6 +243,32 @@ class Flat:
         )
         said = f"× {first:.3g} from p = 100 to 100,000 ({self.against}: × {second:.3g})"
         return Measured("", "flat", said, "", REPRODUCED if first < FLAT < second else NOT)
+
+
+@dataclass(frozen=True)
+class FewerSteps:
+    """The least risk after fewer steps than another's, where the gradients of all records fall."""
+
+    method: str
+    against: str
+
+    def measured(self, stored: Stored) -> Measured:
+        experiment, results = stored.of("noisy-adagrad")
+        if not results.rows:
+            return Measured("", "fewer", "—", "—", NOT_RUN)
+        best = {
+            method: min(
+                (statistics.mean(risks), setting.steps)
+                for _, setting in spectra.sweeps(experiment)["steps, separable"]
+                if (risks := spectra.risks(experiment, setting, method, results))
+            )
+            for method in (self.method, self.against)
+        }
+        (risk, steps), (other, more) = best[self.method], best[self.against]
+        said = f"{steps} steps, excess risk {risk:.3f} ({self.against}: {more} steps, {other:.3f})"
+        return Measured(
+            "", "fewer", said, "", REPRODUCED if steps < more and risk <= other else NOT
+        )
 
 
 @dataclass(frozen=True)

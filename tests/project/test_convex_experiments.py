@@ -11,11 +11,11 @@ from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments import dimension, tables
+from experiments import dimension, spectra, tables
 from experiments.catalogue import load
 from experiments.runner import Place, Results
 
-TABLES, DIMENSION = load("tables"), load("dimension")
+TABLES, DIMENSION, SPECTRA = load("tables"), load("dimension"), load("noisy-adagrad")
 
 
 @pytest.fixture
@@ -135,3 +135,48 @@ def test_plots(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.png"):
         assert path.stat().st_size > 5_000
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+@pytest.mark.parametrize("method", [spectra.PUBLIC_ONLY, *spectra.METHODS])
+def test_spectra(method: str) -> None:
+    run = spectra.Run(n=300, m=60, k=5, steps=5, method=method, rate=0.5)
+    row = spectra.work(run, Place(data=Path()))
+    assert 0 < row["excess_risk"] < np.log(2)
+    assert row["spent"] == 0 if method == spectra.PUBLIC_ONLY else 0.99 <= row["spent"] <= 1
+
+
+@pytest.mark.parametrize("separable", [False, True])
+def test_nothing_in_the_ball_has_less_than_the_least_risk(separable: bool) -> None:
+    problem, least = spectra.problem_of(200, 20, 1.0, separable, 0)
+    theta = problem.least(slice(0, 200))
+    assert np.linalg.norm(theta) <= problem.radius * (1 + 1e-9)
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        other = theta + 0.1 * problem.radius * rng.standard_normal(spectra.P) / spectra.P**0.5
+        other *= min(1.0, problem.radius / np.linalg.norm(other))
+        assert problem.risk(other) >= least - 1e-4
+
+
+def test_one_setting_is_changed_at_a_time() -> None:
+    base = vars(spectra.Setting())
+    for title, columns in spectra.sweeps(SPECTRA).items():
+        changed = {name for _, each in columns for name, v in vars(each).items() if v != base[name]}
+        assert changed - {"separable"} <= {changed_by(title)}, title
+
+
+def changed_by(title: str) -> str:
+    names = {"how": "gamma", "directions": "k", "public": "m", "records,": "n"}
+    return names.get(title.split()[0], "steps")
+
+
+def test_the_best_private_row_of_a_sweep_is_bold(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    for setting in spectra.settings(SPECTRA):
+        for risk, method in enumerate((spectra.PUBLIC_ONLY, *spectra.METHODS)):
+            for run in spectra.reported(SPECTRA, setting, method, results):
+                if run.seed < 2:
+                    results.add({**vars(run), "excess_risk": risk / 1000})
+    page = spectra.page(SPECTRA, results, tmp_path)
+    assert page.count("**1.0 ± 0.0**") == sum(map(len, spectra.sweeps(SPECTRA).values()))
+    assert "| DP-GD | **1.0 ± 0.0** |" in page
+    assert "| public rows only | 0.0 ± 0.0 |" in page

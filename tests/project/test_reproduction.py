@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments import anchors, reproduction
+from experiments import anchors, reproduction, spectra
 from experiments.catalogue import load
 from experiments.claims import CLAIMS
 from experiments.reproduction import (
@@ -26,6 +26,7 @@ from experiments.reproduction import (
     Claim,
     Costs,
     Evidence,
+    FewerSteps,
     Flat,
     Orders,
     Reaches,
@@ -172,6 +173,8 @@ class TestClaims:
                 assert cell.target in experiment.targets.values
             if isinstance(evidence, Flat):
                 assert {evidence.method, evidence.against} <= set(load("dimension").rates)  # type: ignore[union-attr]
+            if isinstance(evidence, FewerSteps):
+                assert {evidence.method, evidence.against} <= set(spectra.METHODS)
             if isinstance(evidence, TablesAhead):
                 assert {evidence.method, evidence.other} <= set(load("tables").rates)  # type: ignore[union-attr]
             if isinstance(evidence, Orders):
