@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 import dpspan
 from dpspan.app.section import Count, Positive, Section
 from dpspan.choose import ProbeNetwork, choose_public, rank_public
+from dpspan.choose.probe import PIECE, Probe
 from dpspan.choose.probe import drawn as drawn_samples
 from dpspan.public.data import PublicData, Samples
 from experiments.images import collate
 from experiments.patches import drawn
 from experiments.runner import Place, Results, execute
 from experiments.schema import TrainingExperiment, digest_of, stated
+from experiments.task2vec import fisher_embedding, task2vec_distance
 from experiments.transport import has_classes, transport_distance
 
 MODELS = ("probe", "real")
@@ -97,10 +99,14 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
         samples=settings.samples,
         seed=run.seed,
     ).to_dict()
+    others: dict[str, Callable[..., dict[str, float]]]
+    others = {"task2vec": partial(task2vec, model)}
     if run.model == "probe":  # once: it does not depend on the model
-        moved = transport(private, data.public, samples=settings.samples, seed=run.seed)
+        others["transport"] = transport
+    for measured, distance in others.items():
+        found = distance(private, data.public, samples=settings.samples, seed=run.seed)
         for row in ranking["rows"]:
-            row["unprivate_transport"] = moved[row["name"]]
+            row[f"unprivate_{measured}"] = found[row["name"]]
     choice = choose_public(
         model,
         nn.CrossEntropyLoss(),
@@ -121,16 +127,37 @@ def compare(run: Comparison, experiment: ChoosingExperiment, place: Place) -> di
     }
 
 
+def task2vec(
+    model: nn.Module, private: object, public: Mapping[str, object], *, samples: int, seed: int
+) -> dict[str, float]:
+    """The distance of each candidate by Fisher information, of the same samples and labels."""
+    probe = Probe.of(model, nn.CrossEntropyLoss(), seed=seed, piece=PIECE)
+    mine, candidates = _drawn(private, public, samples=samples, seed=seed)
+    own = fisher_embedding(probe.gradients(mine))
+    return {
+        name: task2vec_distance(own, fisher_embedding(probe.gradients(each)))
+        for name, each in candidates.items()
+    }
+
+
 def transport(
     private: object, public: Mapping[str, object], *, samples: int, seed: int
 ) -> dict[str, float]:
-    """The optimal-transport distance of each candidate, of the samples that `rank_public` draws."""
+    """The optimal-transport distance of each candidate, of the same samples."""
+    mine, candidates = _drawn(private, public, samples=samples, seed=seed)
+    labelled = all(each.labelled and has_classes(each) for each in (mine, *candidates.values()))
+    return {
+        name: transport_distance(mine, each, labelled=labelled) for name, each in candidates.items()
+    }
+
+
+def _drawn(
+    private: object, public: Mapping[str, object], *, samples: int, seed: int
+) -> tuple[Samples, dict[str, PublicData]]:
+    """The samples that `rank_public` draws."""
     mine = drawn_samples(private, samples, seed=seed, name="private", kind=Samples)
     candidates = {
         name: drawn_samples(source, samples, seed=seed, name=name, kind=PublicData)
         for name, source in public.items()
     }
-    labelled = all(each.labelled and has_classes(each) for each in (mine, *candidates.values()))
-    return {
-        name: transport_distance(mine, each, labelled=labelled) for name, each in candidates.items()
-    }
+    return mine, candidates

@@ -3,7 +3,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,14 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import Ledger
-from dpspan.choose import (
-    ProbeNetwork,
-    gsd,
-    rank_public,
-    unprivate_captured_energy,
-)
-from dpspan.choose.gsd import fisher_embedding, task2vec_distance
-from dpspan.choose.probe import Probe, drawn
+from dpspan.choose import ProbeNetwork, gsd, rank_public
+from dpspan.choose.probe import PIECE, Probe, drawn, energies, principal_subspace
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.public.data import PublicData, Samples
 from helpers.oracle import top_directions
@@ -107,10 +100,18 @@ def test_the_probe_compares_datasets():
 # -- captured energy -------------------------------------------------------------------------------
 
 
+def captured_energy(model, loss_fn, private, public, rank):
+    """What the table has the mean of, by its parts."""
+    probe = Probe.of(model, loss_fn, seed=0, piece=PIECE)
+    subspace = principal_subspace(probe.gradients(PublicData.of(public)), rank, of="public")
+    mine = Samples.of(private, name="private")
+    return energies(probe.gradients(mine, own_labels=True), [subspace])[:, 0]
+
+
 def test_energy_by_projections_written_out():
     model = network().double()
     x, y, u = images(12, 1).double(), labels(12), images(20, 2).double()
-    found = unprivate_captured_energy(model, CE, (x, y), u, 5)
+    found = captured_energy(model, CE, (x, y), u, 5)
 
     def loss(model, x, y):
         return nn.functional.cross_entropy(model(x), y, reduction="none")
@@ -126,45 +127,18 @@ def test_energy_by_projections_written_out():
 
 def test_energy_of_a_samples_own_span_is_all():
     x = images(6, 1)
-    assert unprivate_captured_energy(network(), CE, x, x, 6).min() > 0.999
+    assert captured_energy(network(), CE, x, x, 6).min() > 0.999
 
 
 def test_dropout_is_off_as_in_the_private_choice():
     model = nn.Sequential(network(), nn.Dropout(0.5)).train()
     x, y, u = images(12, 1), labels(12), images(20, 2)
-    in_training = unprivate_captured_energy(model, CE, (x, y), u, 5)
+    in_training = captured_energy(model, CE, (x, y), u, 5)
     ranked = rank_public(model, CE, (x, y), {"u": u}, rank=5)
     assert model.training
     (row,) = ranked.rows
-    assert torch.equal(in_training, unprivate_captured_energy(model.eval(), CE, (x, y), u, 5))
+    assert torch.equal(in_training, captured_energy(model.eval(), CE, (x, y), u, 5))
     assert row.unprivate_captured_energy == pytest.approx(float(in_training.mean()), abs=1e-6)
-
-
-# -- Task2Vec --------------------------------------------------------------------------------------
-
-
-def test_fisher_embedding_is_the_mean_square_by_filter():
-    probe = Probe(model=network().double(), loss_fn=CE)
-    gradients = probe.gradients(PublicData.of(images(9, 1).double()))
-    rows, at, expected = gradients.matrix(), 0, []
-    for shape in gradients.shapes.values():
-        own = rows[:, at : at + shape.numel()].square().mean(0).view(shape[0], -1).mean(1)
-        expected.append(own)
-        at += shape.numel()
-    assert torch.allclose(fisher_embedding(gradients), torch.cat(expected), rtol=1e-9)
-
-
-def test_task2vec_distance():
-    a, b = torch.tensor([1.0, 0.0]).double(), torch.tensor([0.0, 2.0]).double()
-    assert task2vec_distance(a, a) == 0.0
-    assert task2vec_distance(a, b) == 1.0
-    assert task2vec_distance(a * 0, a * 0) == 0.0
-    assert task2vec_distance(a, a * 0) == 1.0
-    c, d = torch.rand(9).double(), torch.rand(9).double()
-    p, q = (c / (c + d)).numpy(), (d / (c + d)).numpy()
-    cosine = p @ q / np.linalg.norm(p) / np.linalg.norm(q)
-    assert task2vec_distance(c, d) == pytest.approx(1 - cosine)
-    assert task2vec_distance(c, d) == pytest.approx(task2vec_distance(d, c))
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -193,10 +167,9 @@ def test_rows_are_in_order_and_hold_what_the_parts_give(ranking):
     mine = drawn(TensorDataset(images(80, 3), labels(80)), 50, seed=0, name="private", kind=Samples)
     data = drawn((images(60, 1), labels(60)), 50, seed=0, name="near", kind=PublicData)
     assert near.unprivate_gsd == pytest.approx(gsd(network(), CE, mine, data, 6), abs=1e-9)
-    energy = unprivate_captured_energy(network(), CE, mine, data, 6).mean()
+    energy = captured_energy(network(), CE, mine, data, 6).mean()
     assert near.unprivate_captured_energy == pytest.approx(float(energy), abs=1e-6)
     assert near.unprivate_captured_energy > far.unprivate_captured_energy
-    assert near.unprivate_task2vec < far.unprivate_task2vec
     assert [row.samples for row in ranking.rows] == [50, 50]
 
 
@@ -212,7 +185,7 @@ def test_it_says_that_it_is_not_private(ranking):
     text = str(ranking)
     assert "NOT PRIVATE" in text
     assert "near" in text
-    document = json.loads(ranking.to_json())
+    document = json.loads(json.dumps(ranking.to_dict()))
     assert document["private"] is False
     assert "NOT PRIVATE" in document["warning"]
     numbers = {key for key, value in document["rows"][0].items() if isinstance(value, float)}
@@ -249,5 +222,5 @@ def test_a_private_label_that_is_no_class_is_not_shown() -> None:
     x, y = images(12, 1), labels(12)
     y[3] = 777
     with pytest.raises(ValueError, match=r"Expected labels from 0 to \d") as caught:
-        unprivate_captured_energy(network(), CE, (x, y), images(20, 2), 5)
+        captured_energy(network(), CE, (x, y), images(20, 2), 5)
     assert "777" not in str(caught.value)

@@ -4,7 +4,6 @@ from dpspan.choose.gsd import UnprivateRanking as UnprivateRanking
 from dpspan.choose.gsd import UnprivateRow as UnprivateRow
 from dpspan.choose.gsd import gsd as gsd
 from dpspan.choose.gsd import rank_public as rank_public
-from dpspan.choose.gsd import unprivate_captured_energy as unprivate_captured_energy
 from dpspan.choose.probe import ProbeNetwork as ProbeNetwork
 from dpspan.choose.selection import Choice as Choice
 from dpspan.choose.selection import choose_public as choose_public

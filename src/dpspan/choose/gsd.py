@@ -10,7 +10,6 @@ the operator's eyes: whoever picks by it releases more than ε says. `choose_pub
 """
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,9 +21,7 @@ from torch import Tensor, nn
 
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose.probe import PIECE, Loss, Probe, drawn, energies, principal_subspace
-from dpspan.gradients.layers.pairs import line_blocks
 from dpspan.gradients.numerics import plain_arithmetic
-from dpspan.gradients.operator import PerSampleGradients
 from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
 
@@ -75,29 +72,6 @@ def gsd(
     return subspace_distance(first, second)
 
 
-def unprivate_captured_energy(
-    model: nn.Module,
-    loss_fn: Loss,
-    private_batch: object,
-    public_batch: object,
-    rank: int = 16,
-    *,
-    seed: int = 0,
-    piece: int = PIECE,
-) -> Tensor:
-    """The share of each private gradient's energy in the public subspace, (n,). NOT private.
-
-    By a criterion, private gradients have the labels they come with, as in training (random ones
-    if there are none), and public ones random labels; a function gets the labels that there are.
-    The arguments are those of `gsd`.
-    """
-    probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
-    public = PublicData.of(public_batch, name="public")
-    subspace = principal_subspace(probe.gradients(public), rank, of=public.name)
-    private = Samples.of(private_batch, name="private")
-    return energies(probe.gradients(private, own_labels=True), [subspace])[:, 0]
-
-
 @plain_arithmetic()
 def subspace_distance(first: Subspace, second: Subspace) -> float:
     """√(1 − Σ cos²θ / k) of two subspaces of the same rank k with their bases written out.
@@ -131,7 +105,6 @@ class UnprivateRow:
     samples: int
     unprivate_gsd: float
     unprivate_captured_energy: float  # mean over the private sample
-    unprivate_task2vec: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,17 +119,13 @@ class UnprivateRanking:
         """Plain values; says that it is not private."""
         return {"private": False, "warning": _WARNING, **asdict(self)}
 
-    def to_json(self) -> str:
-        """`to_dict()` as a text."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-
     def __rich__(self) -> Table:
         shown = Table(title=f"Public candidates, k = {self.rank} (NOT PRIVATE)", caption=_WARNING)
         shown.add_column("candidate")
-        for heading in ("samples", "GSD ↓", "captured energy ↑", "Task2Vec ↓"):
+        for heading in ("samples", "GSD ↓", "captured energy ↑"):
             shown.add_column(heading, justify="right")
         for row in self.rows:
-            found = row.unprivate_gsd, row.unprivate_captured_energy, row.unprivate_task2vec
+            found = row.unprivate_gsd, row.unprivate_captured_energy
             shown.add_row(row.name, f"{row.samples:,}", *(f"{value:.3f}" for value in found))
         return shown
 
@@ -214,13 +183,10 @@ def rank_public(
     if ledger is not None:
         ledger.warn(LOOKED_AT)
     mine = drawn(private, samples, seed=seed, name=_PRIVATE, kind=Samples)
-    subspaces: dict[str, Subspace] = {}
-    fishers: dict[str, Tensor] = {}
-    for each in (mine, *data.values()):
-        gradients = probe.gradients(each)
-        fishers[each.name] = fisher_embedding(gradients)
-        subspaces[each.name] = principal_subspace(gradients, rank, of=each.name, fewer=False)
-        del gradients
+    subspaces = {
+        each.name: principal_subspace(probe.gradients(each), rank, of=each.name, fewer=False)
+        for each in (mine, *data.values())
+    }
     own = probe.gradients(mine, own_labels=True)
     captured = energies(own, [subspaces[name] for name in data]).mean(0).tolist()
     pairs: dict[str, dict[str, float]] = {name: {name: 0.0} for name in subspaces}
@@ -232,40 +198,8 @@ def rank_public(
             samples=each.count,
             unprivate_gsd=pairs[_PRIVATE][name],
             unprivate_captured_energy=energy,
-            unprivate_task2vec=task2vec_distance(fishers[_PRIVATE], fishers[name]),
         )
         for (name, each), energy in zip(data.items(), captured, strict=True)
     ]
     rows.sort(key=lambda row: row.unprivate_gsd)
     return UnprivateRanking(rows=tuple(rows), rank=rank, unprivate_pairs=pairs)
-
-
-# -- Task2Vec: datasets as diagonals of Fisher information matrices -------------------------------
-#
-# F = mean of g², averaged within each filter. Task2Vec trains the probe's last layer on each task
-# first and uses its labels; here the probe is as it is and labels are random, since candidates need
-# not have labels of the private task.
-
-
-@plain_arithmetic()
-def fisher_embedding(gradients: PerSampleGradients) -> Tensor:
-    """F, one number per output neuron or channel of each parameter, float64."""
-    means = []
-    for name, shape in gradients.shapes.items():
-        filters = shape[0] if shape else 1
-        width = shape.numel() // max(1, filters)
-        term = gradients.term(name)
-        for rows, _ in line_blocks(term, term, shape):
-            squares = rows.square().double().mean(0)
-            means.append(squares.unflatten(0, (-1, width)).mean(1))
-    return gradients.scale**2 * torch.cat(means)
-
-
-def task2vec_distance(first: Tensor, second: Tensor) -> float:
-    """Cosine distance of two embeddings, each divided by the sum of both; 0 to 1."""
-    total = first + second
-    a, b = (torch.where(total > 0, f / total, 0.0) for f in (first, second))
-    lengths = a.norm() * b.norm()
-    if not bool(lengths > 0):
-        return 0.0 if bool((first == second).all()) else 1.0
-    return float((1 - (a @ b) / lengths).clamp(0, 1))
