@@ -125,19 +125,13 @@ def test_what_the_folder_of_a_search_says_is_marked(searched: tuple[Path, Compar
     assert not list(out.glob("*/search/*.safetensors"))
 
 
-def test_the_comparison_as_json_and_back(searched: tuple[Path, Comparison]) -> None:
+def test_the_comparison_as_json(searched: tuple[Path, Comparison]) -> None:
     out, comparison = searched
     content = read(out / "comparison.json")
-    assert Comparison.from_dict(content) == comparison
+    assert content == json.loads(json.dumps(comparison.to_dict()))
     for row in content["rows"]:
         assert all(SCORE in each for each in row["tries"])
         assert "at_the_end" in row
-        for key in ("tries", "at_the_end"):
-            del row[key]
-    del content["search_runs"]  # as before there were searches
-    before = Comparison.from_dict(content)
-    assert before.search_runs == 0
-    assert before.rows[0].tries == ()
 
 
 def test_the_table_says_so(searched: tuple[Path, Comparison]) -> None:

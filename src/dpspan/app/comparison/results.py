@@ -1,7 +1,5 @@
 """What came out of a comparison: as dataclasses, JSON, a table, a picture and sentences."""
 
-import copy
-import itertools
 import math
 import statistics
 import warnings
@@ -9,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from matplotlib.figure import Figure
-from pydantic import TypeAdapter, ValidationError
 from rich.table import Column, Table
 from scipy import stats
 
@@ -101,8 +98,9 @@ class Comparison:
         return self.metric.startswith("unprivate_")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with means and deviations; values carry the metric's name."""
-        content = {"format": FORMAT, **asdict(self)}
+        """Plain values, with means, deviations and verdicts; values carry the metric's name."""
+        said = "unprivate_verdicts" if self.unprivate else "verdicts"
+        content = {"format": FORMAT, **asdict(self), said: verdicts(self)}
         for row, plain in zip(self.rows, content["rows"], strict=True):
             for result in plain["results"]:
                 result[self.metric] = result.pop("value")
@@ -112,21 +110,6 @@ class Comparison:
             plain[f"{self.metric}_mean"] = row.mean
             plain[f"{self.metric}_deviation"] = row.deviation
         return content
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Self:
-        """What `to_dict()` gave; ValueError if it is something else."""
-        if content.get("format") != FORMAT:
-            raise ValueError(f"Expected a comparison of format {FORMAT!r}, got another document.")
-        content = copy.deepcopy(content)
-        try:
-            for result in itertools.chain(*(row["results"] for row in content["rows"])):
-                result |= {"value": result[content["metric"]], "status": ending(result)}
-            for each in itertools.chain(*(row.get("tries", ()) for row in content["rows"])):
-                each["value"] = each.get(SCORE)
-            return TypeAdapter(cls).validate_python(content)
-        except (ValidationError, KeyError, TypeError):  # whose words may quote numbers
-            raise ValueError("The comparison is damaged: it lacks fields of one.") from None
 
     def __rich__(self) -> Table:
         runs = max(len(row.results) for row in self.rows)

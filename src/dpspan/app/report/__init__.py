@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dpspan.accounting.epsilon import account
 from dpspan.accounting.promises import LARGE_DELTA, weaknesses
 from dpspan.accounting.releases import releases_from_json
-from dpspan.app.comparison.results import Comparison, ended_early, label, verdicts
+from dpspan.app.comparison.results import ended_early, label
 from dpspan.app.report import figures
 from dpspan.app.report.reading import UNPRIVATE, Found, Run, read
 from dpspan.support.files import replacing
@@ -60,6 +60,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     certificates = [run.certificate for run in runs]
     warnings = {warning for each in certificates for warning in each["warnings"]}
     broken = [each["not_private_because"] for each in certificates if not each["private"]]
+    said = found.comparison or {}
     accuracy, loss = (_with(name, include_unprivate, runs) for name in _METRICS)
     metric = accuracy or loss
     rows = [_row(name, group, metric) for name, group in found.groups.items()]
@@ -76,7 +77,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "metric": metric,
         "loss": loss,
         "rows": rows,
-        "verdicts": _verdicts(found.comparison),
+        "verdicts": [*said.get("verdicts", ()), *said.get("unprivate_verdicts", ())],
         "pictures": figures.pictures(found, metric, loss, values),
         "spent": _alone(most.certificate),
         "records_told": any(each.get("discloses_number_of_records") for each in certificates),
@@ -106,13 +107,6 @@ def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
         "value": f"{mean}{deviation}" if values else "not shown",
         "epsilon": max(run.epsilon for run in runs),
     }
-
-
-def _verdicts(comparison: dict[str, Any] | None) -> list[str]:
-    """What a comparison says, unless its values were left out."""
-    rows, metric = (comparison["rows"], comparison["metric"]) if comparison else ([], "")
-    known = all(metric in result for row in rows for result in row["results"])
-    return verdicts(Comparison.from_dict(comparison)) if comparison and rows and known else []
 
 
 def _public(runs: Sequence[Run]) -> list[dict[str, Any]]:
