@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpspan.public.augmentation import RandomAffine
-from dpspan.public.warm_start import WarmStart, WarmStartResult
+from dpspan.public.warm_start import WarmStart
 from helpers.training import data, network, setup, weights
 
 CRITERION = nn.CrossEntropyLoss()
@@ -74,11 +74,8 @@ def rows(pieces: list[Tensor]) -> set[tuple[float, ...]]:
 def test_it_learns_what_can_be_learnt() -> None:
     model = network()
     result = WarmStart(data=data(200), learning_rate=1e-2, max_epochs=60).run(model, CRITERION)
-    assert result.held_out_loss_before is not None
-    assert result.held_out_loss_best is not None
-    assert result.held_out_loss_best < 0.5 * result.held_out_loss_before
-    assert result.held_out_loss_best == min(result.history) == result.history[result.epochs - 1]
-    assert result.samples == 200
+    assert min(result.held_out) < 0.5 * result.held_out[0]
+    assert min(result.held_out) == result.held_out[result.epochs]
     x = torch.randn(1000, 6, generator=torch.Generator().manual_seed(9))
     right = (model(x).argmax(1) == (x.sum(1) > 0)).float().mean()
     assert right > 0.93
@@ -87,8 +84,8 @@ def test_it_learns_what_can_be_learnt() -> None:
 def test_random_labels_stop_early() -> None:
     start = WarmStart(data=random_labels(), patience=7, learning_rate=1e-2)
     result = start.run(network(), CRITERION)
-    assert len(result.history) == result.epochs + 7 < start.max_epochs
-    assert result.history[-1] > (result.held_out_loss_best or math.inf)
+    assert len(result.held_out) == 1 + result.epochs + 7 < start.max_epochs
+    assert result.held_out[-1] > min(result.held_out)
 
 
 def test_training_that_does_not_help_leaves_the_model_as_it_was() -> None:
@@ -98,8 +95,8 @@ def test_training_that_does_not_help_leaves_the_model_as_it_was() -> None:
     start = WarmStart(data=data(), loss=worse_the_better_it_fits, learning_rate=0.1, patience=3)
     result = start.run(model, None)
     assert result.epochs == 0
-    assert len(result.history) == 3
-    assert result.held_out_loss_best == result.held_out_loss_before
+    assert len(result.held_out) == 4
+    assert min(result.held_out) == result.held_out[0]
     assert torch.equal(weights(model), before)
     assert model.seen == 0
 
@@ -114,13 +111,12 @@ def test_a_later_gain_within_the_patience_is_found() -> None:
 
     start = WarmStart(data=data(), loss=prescribed, patience=3)
     result = start.run(network(), None)
-    assert (result.epochs, result.history) == (3, (6.0, 7.0, 4.0, 8.0, 9.0, 10.0))
-    assert (result.held_out_loss_before, result.held_out_loss_best) == (5.0, 4.0)
+    assert result == (3, (5.0, 6.0, 7.0, 4.0, 8.0, 9.0, 10.0))
 
 
 def test_max_epochs_ends_the_search() -> None:
     result = WarmStart(data=data(), max_epochs=4).run(network(), CRITERION)
-    assert len(result.history) == 4
+    assert len(result.held_out) == 5
 
 
 @pytest.mark.parametrize("samples", [3, 40])
@@ -128,9 +124,7 @@ def test_nothing_held_out_trains_for_exactly_max_epochs(samples: int) -> None:
     calls = Calls()
     start = WarmStart(data=data(samples), validation=0, max_epochs=5, loss=calls)
     result = start.run(network(), None)
-    assert result == WarmStartResult(
-        epochs=5, held_out_loss_before=None, held_out_loss_best=None, history=(), samples=samples
-    )
+    assert result == (5, ())
     assert len(calls.training) == 5
     assert not calls.evaluation
 
@@ -217,7 +211,7 @@ def test_held_out_loss_is_taken_in_evaluation_mode_over_all_pieces() -> None:
     x = torch.cat(calls.evaluation[:3])
     assert len(x) == 8
     expected = CRITERION(twin(x), (x.sum(1) > 0).long()).item()
-    assert result.held_out_loss_before == pytest.approx(expected, rel=1e-6)
+    assert result.held_out[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_split_is_drawn_by_the_seed() -> None:
@@ -467,7 +461,7 @@ def test_neither_criterion_nor_loss_is_refused() -> None:
 def test_too_few_samples_to_split_are_refused() -> None:
     with pytest.raises(ValueError, match=r"at least 5 .* got 4.* validation=0"):
         WarmStart(data=data(4)).run(network(), CRITERION)
-    assert WarmStart(data=data(5), max_epochs=1).run(network(), CRITERION).samples == 5
+    assert WarmStart(data=data(5), max_epochs=1).run(network(), CRITERION).held_out
 
 
 @pytest.mark.parametrize("label", [2, -1])

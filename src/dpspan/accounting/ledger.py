@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Never, Self
 
-from dp_accounting import dp_event
 from dp_accounting.dp_event import DpEvent
 from dp_accounting.privacy_accountant import NeighboringRelation
 from scipy.optimize import brentq
@@ -93,13 +92,6 @@ class Ledger:
     def events(self) -> tuple[tuple[DpEvent, int], ...]:
         """Every event with its count, in order, equal neighbours merged."""
         return tuple(self._events)
-
-    @property
-    def event(self) -> DpEvent:
-        """Everything recorded, as one composed event."""
-        return dp_event.ComposedDpEvent(
-            [dp_event.SelfComposedDpEvent(event, count) for event, count in self._events]
-        )
 
     @property
     def steps(self) -> int:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,13 +125,7 @@ class WarmStart:
             trainer = from_the_start(torch.arange(data.count))
             for _ in range(epochs):
                 trainer.epoch()
-        return WarmStartResult(
-            epochs=epochs,
-            held_out_loss_before=curve[0] if curve else None,
-            held_out_loss_best=min(curve) if curve else None,
-            history=tuple(curve[1:]),
-            samples=data.count,
-        )
+        return WarmStartResult(epochs, tuple(curve))
 
     def _split(self, count: int) -> tuple[Tensor, Tensor]:
         if self.validation == 0:
@@ -158,19 +152,11 @@ class WarmStart:
         return curve
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmStartResult:
-    """What a warm start did; the losses are None where nothing was held out.
-
-    `epochs` is how often it went over all samples, 0 if that did not help; `history` is the
-    held-out loss after each epoch of the search for this number.
-    """
+class WarmStartResult(NamedTuple):
+    """How often a warm start went over all samples, 0 if that did not help; and how it knows."""
 
     epochs: int
-    held_out_loss_before: float | None
-    held_out_loss_best: float | None
-    history: tuple[float, ...]
-    samples: int
+    held_out: tuple[float, ...]  # losses before training and after each epoch of the search
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

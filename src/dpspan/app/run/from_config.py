@@ -2,10 +2,9 @@
 
 import copy
 import functools
-import importlib
 import math
-import operator
 import pickle
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -272,18 +271,16 @@ def _imported(reference: str) -> Any:
     folder = str(Path.cwd())  # where a command looks for no modules, unlike `python -m`
     sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(module_name)
+        found = pkgutil.resolve_name(reference)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Cannot import '{module_name}' for the model: {error}. It must be installed, or "
             f"lie in the folder that dpspan is started in, {folder}."
         ) from error
-    finally:
-        sys.path.remove(folder)
-    try:
-        found = operator.attrgetter(name)(module)
     except AttributeError:
         raise ValueError(f"'{module_name}' has no '{name}': correct the model's factory.") from None
+    finally:
+        sys.path.remove(folder)
     expect(callable(found), f"{reference} to be a function or a class", found)
     return found
 
