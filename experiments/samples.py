@@ -63,7 +63,8 @@ def samples_of(choice: Choice) -> Samples:
     if not isinstance(row.model, PatchesModel):
         return Samples(data, private, before, None)
     source = data.public[row.model.public]
-    layer = row.model.learn(source, seed=choice.seed, device=place.device)
+    learnt = {**row.model.settings, "seed": choice.seed, "device": place.device}
+    layer = dpspan.PatchFeatures.learn(source, **learnt)
     private = seen_by(layer, private)
     data = replace(
         data,

@@ -195,7 +195,7 @@ def test_public_data_come_in_any_form(name: str) -> None:
 
 def test_unlabelled_data_have_no_real_labels() -> None:
     engine = PrivacyEngine(debug_seed=0)
-    with pytest.raises(ValueError, match=r"public_labels are real, but .* have no labels"):
+    with pytest.raises(ValueError, match=r"Expected labels with .* public_labels='random'"):
         precise(engine=engine, method=METHODS["GEP"](public=X, public_labels="real"))
     assert engine.ledger.public == ()
 

@@ -637,15 +637,13 @@ def test_looking_does_not_change_the_run() -> None:
 
 def test_unlabelled_public_data_are_refused() -> None:
     engine = PrivacyEngine()
-    with pytest.raises(
-        ValueError, match=r"Expected labelled public data for MirrorDescent, .* use GEP"
-    ):
+    with pytest.raises(ValueError, match=r"Expected labels with the public data .* inputs only"):
         precise(engine=engine, method=method(public=X))
     assert engine.ledger.public == ()
 
 
 def test_a_loss_is_needed() -> None:
-    with pytest.raises(ValueError, match=r"MirrorDescent needs a loss .* public_loss="):
+    with pytest.raises(ValueError, match=r"Expected a criterion or a loss .* public_loss="):
         precise(criterion=None)
     precise(criterion=None, method=method(public_loss=losses))
 

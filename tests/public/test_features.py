@@ -109,12 +109,11 @@ def test_another_layer_is_another_run(folder: Path) -> None:
     with pytest.raises(ValueError, match="other settings than the section `features`"):
         train(other, resume=True)
     run, public = RunFolder(folder / "run"), make_parts(config(folder, budget=NOISY)).public
-    PatchesSection(**{**PATCHES, "power": 0.9}).learn(public["optin"], seed=0, device="cpu").save(
-        run.features
-    )
+    other = PatchesSection(**{**PATCHES, "power": 0.9})
+    PatchFeatures.learn(public["optin"], **other.settings).save(run.features)
     with pytest.raises(ValueError, match="learnt with other settings"):
         train(chosen, resume=True)
-    layer = PatchesSection(**PATCHES).learn(public["optin"], seed=0, device="cpu")
+    layer = PatchFeatures.learn(public["optin"], **PatchesSection(**PATCHES).settings)
     layer.basis.neg_()  # as another machine might find it
     layer.save(run.features)
     with pytest.raises(ValueError, match="is not the layer that the run"):

@@ -474,7 +474,7 @@ def test_a_loss_is_needed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": "real"}, r"real, but the public data 'public' have no labels: .*'random'"),
+        ({"labels": "real"}, r"labels with the public data 'public', got inputs only: .*'random'"),
         ({"criterion": OwnLoss()}, "OwnLoss has no `reduction`.*public_loss="),
         ({"criterion": nn.KLDivLoss()}, "for KLDivLoss: pass public_labels='real'.*public_loss="),
         ({"samples": 0}, "samples to be an integer of at least 1, got 0"),

@@ -134,22 +134,9 @@ class MirrorDescent(Method):
         )
 
     def bind(self, setting: Setting) -> SteppedMechanism:
-        data = PublicData.of(self.public)
-        if not data.labelled:
-            raise ValueError(
-                f"Expected labelled public data for MirrorDescent, got '{data.name}' without "
-                "labels: every step trains on them, and labels at random would train for nothing. "
-                "Pass inputs and labels, or use GEP, which needs none."
-            )
-        if setting.criterion is None and self.public_loss is None:
-            raise ValueError(
-                "MirrorDescent needs a loss for the public samples: pass criterion= to "
-                "make_private, or public_loss=, a function (model, inputs, labels) → one loss per "
-                "sample."
-            )
         gradients = PublicGradientSource(
             model=setting.model,
-            data=data,
+            data=PublicData.of(self.public),
             labels=RealLabels(),
             criterion=setting.criterion,
             loss=self.public_loss,

@@ -215,8 +215,8 @@ class PublicGradientSource:
     def __post_init__(self) -> None:
         if isinstance(self.labels, RealLabels) and not self.data.labelled:
             raise ValueError(
-                f"public_labels are real, but the public data '{self.data.name}' have no labels: "
-                "give (inputs, labels), or pass public_labels='random'."
+                f"Expected labels with the public data '{self.data.name}', got inputs only: give "
+                "(inputs, labels). GEP and PDPSGD can do without, by public_labels='random'."
             )
         self._losses = losses_by(self.criterion, self.loss, self.labels, self.data)
         self.count = min(check_count("samples", self.samples), self.data.count)  # per refresh

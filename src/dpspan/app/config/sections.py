@@ -25,7 +25,6 @@ from dpspan.app.section import (
 from dpspan.support.moved import without_retired_options
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -117,11 +116,6 @@ class PatchesSection(Section):
         """What the layer is learnt with."""
         keys = set(PatchesSection.model_fields) - {"name", "public"}
         return self.model_dump(mode="json", include=keys)
-
-    def learn(
-        self, public: dpspan.PublicData, *, seed: int, device: torch.device | str
-    ) -> dpspan.PatchFeatures:
-        return dpspan.PatchFeatures.learn(public, **self.settings, seed=seed, device=device)
 
 
 class MethodSection(BuiltSection):

@@ -205,7 +205,7 @@ def _layer(
         return None
     data = public[section.public]
     if kept is None:
-        return section.learn(data, seed=seed, device=device)
+        return PatchFeatures.learn(data, **section.settings, seed=seed, device=device)
     layer = PatchFeatures.load(kept, data)
     if layer.settings != {**section.settings, "seed": seed}:
         before = "other settings than the section `features`, or another seed"
