@@ -97,6 +97,7 @@ def test_a_comparison_that_0_1_made_counts_as_done(place: Path) -> None:
     assert together[0] == pytest.approx(together[1], rel=1e-9)  # another scipy adds up otherwise
     searched = [(row.pop("tries"), row.pop("at_the_end")) for row in after["rows"]]
     assert (after.pop("search_runs"), searched) == (0, [([], False)] * 3)  # it knew no searches
+    assert after.pop("verdicts")  # which 0.1 left to the report
     assert after == before
     more = compare(task(), [PLAIN], out=out, seeds=(0, 1))
     assert {path: path.read_bytes() for path in models} == models

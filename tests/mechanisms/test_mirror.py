@@ -263,7 +263,7 @@ class Called(Nameless):
 
 def test_a_schedule_must_say_its_parameters() -> None:
     """Or a run could be resumed with others, unnoticed."""
-    with pytest.raises(ValueError, match=r"Expected mixing to have a repr .* frozen dataclass"):
+    with pytest.raises(ValueError, match=r"Expected mixing to have a repr, .* frozen dataclass"):
         method(mixing=Nameless(0.5))
     assert method(mixing=Called(0.5)).describe()["mixing"] == "Called(0.5)"
 

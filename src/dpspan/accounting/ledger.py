@@ -162,9 +162,9 @@ class Ledger:
             self.warn(f"ε for replacing one record is unknown, reported as infinite ({error}).")
             return math.inf
 
-    def warn(self, message: str) -> None:
-        """Remember a warning for the certificate."""
-        self._warnings[message] = None
+    def warn(self, *messages: str) -> None:
+        """Remember warnings for the certificate."""
+        self._warnings |= dict.fromkeys(messages)
 
     def invalidate(self, reason: str) -> None:
         """Mark the run as not private for good, whatever its ε (a fixed noise seed, say)."""

@@ -44,7 +44,7 @@ class Task:
     loss: Loss
     targets_of: Callable[[NDArray[Any], str], Array]  # of labels, and where they come from
     fitted: Callable[[Array, Array], dict[str, Any]]  # scikit-learn's attributes of the model
-    warning: str = ""  # for the certificate
+    warnings: tuple[str, ...] = ()  # for the certificate
 
 
 # The dataclasses write the explicit __init__ that scikit-learn's get_params and clone read.
@@ -183,9 +183,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
                 f"{RECORDS_TOLD}: a fit divides by it, {divisor}, and its guarantee is for "
                 f"{_ZERO_OUT}. Give a public number by records= if it is a secret"
             )
-        for sentence in (*weaknesses(None, self.delta, divisor), task.warning):
-            if sentence:
-                ledger.warn(sentence)
+        ledger.warn(*weaknesses(None, self.delta, divisor), *task.warnings)
         if public is not None:
             detail = "without labels" if public.y is None else "with labels"
             detail += ", equal private rows allowed" if public.equal_rows_allowed else ""
@@ -265,7 +263,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
             loss,
             targets_of,
             lambda w, b: {"classes_": known, "coef_": w, "intercept_": b},
-            warning=_LABELS_READ if self.classes is None else "",
+            warnings=(_LABELS_READ,) if self.classes is None else (),
         )
 
     def decision_function(self, X: Any) -> Array:

@@ -137,8 +137,7 @@ class PrivateFit:
                 engine.load_state_dict({**saved, "ledger": record})
                 if lost := steps_beyond(saved["ledger"], record):
                     engine.ledger.warn(_LOST.format(lost))
-            for sentence in weaknesses(None, *promise):
-                engine.ledger.warn(sentence)
+            engine.ledger.warn(*weaknesses(None, *promise))
             if privacy.unprivate_metrics:
                 engine.note_unprivate("what was measured on private batches was logged")
             self._running: Any = iter(self._loader)  # a generator

@@ -120,18 +120,10 @@ class MirrorDescent(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect(
-            isinstance(self.mixing, Mixing),
-            "mixing to be CosineMixing(steps=…), ConstantMixing(share=…) or an object with "
-            "alpha(step)",
-            self.mixing,
-        )
-        expect(
-            type(self.mixing).__repr__ is not object.__repr__,
-            "mixing to have a repr with its parameters, by which a resumed run knows it (a frozen "
-            "dataclass has one)",
-            self.mixing,
-        )
+        known = "mixing to be CosineMixing(steps=…), ConstantMixing(share=…) or to have alpha(step)"
+        expect(isinstance(self.mixing, Mixing), known, self.mixing)
+        resumed = "mixing to have a repr, by which a resumed run knows it (a frozen dataclass has)"
+        expect(type(self.mixing).__repr__ is not object.__repr__, resumed, self.mixing)
 
     def bind(self, setting: Setting) -> SteppedMechanism:
         gradients = PublicGradientSource(

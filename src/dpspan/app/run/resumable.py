@@ -93,8 +93,7 @@ class Run:
             self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
-        for sentence in weaknesses(None, task.budget.delta, task.count):
-            self._ledger.warn(sentence)
+        self._ledger.warn(*weaknesses(None, task.budget.delta, task.count))
         self._note_unprivate()
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
@@ -132,8 +131,7 @@ class Run:
             folder.append(folder.metrics, [self._line])  # it had not come to that
 
     def _note_unprivate(self) -> None:
-        for note in self.notes:
-            self._ledger.warn(note)
+        self._ledger.warn(*self.notes)
         if self._output.unprivate_metrics:
             self.training.observe = self._observe
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
