@@ -34,8 +34,8 @@ REFERENCE = [
     for page in sorted((DOCS / "reference").glob("*.md"))
     for target in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
 ]
-# What functions give back and what they raise; a base class.
-SHOWN_ELSEWHERE = {"Choice", "LowRank", "MembershipResult", "SubspaceMethod"}
+# What functions take and give back, shown where they are called, and what they raise; a base class.
+SHOWN_ELSEWHERE = {"Choice", "Contender", "LowRank", "MembershipResult", "SubspaceMethod", "Task"}
 
 
 def blocks(page: Path) -> list[str]:

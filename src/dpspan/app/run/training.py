@@ -80,20 +80,6 @@ class Task:
         device: where models are trained.
         about: public facts about data and model, as plain values: they are kept with every run,
             and a folder takes no runs of which they differ.
-
-    Examples:
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> import dpspan
-        >>> x, y = torch.randn(300, 4), torch.arange(300) % 2
-        >>> task = dpspan.Task(
-        ...     model=lambda: torch.nn.Linear(4, 2),
-        ...     private=TensorDataset(x[:200], y[:200]),
-        ...     test=TensorDataset(x[200:], y[200:]),
-        ...     batch_size=50,
-        ...     epochs=2,
-        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
-        ... )
     """
 
     model: Callable[[], nn.Module]
@@ -165,12 +151,6 @@ class Contender:
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
             of public data); each run's ε includes it. Contenders that share one such release get
             the same record.
-
-    Examples:
-        >>> import dpspan
-        >>> contender = dpspan.Contender(
-        ...     name="DP-SGD", method=dpspan.DPSGD(clip=1.0), learning_rate=0.5
-        ... )
     """
 
     name: str
