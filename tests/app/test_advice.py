@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import sys
 from typing import Any, Never
 
@@ -28,6 +29,7 @@ from dpspan.app.advice import (
     rehearsal,
 )
 from dpspan.app.comparison import Contender, Task
+from dpspan.app.run.training import rehearse
 from dpspan.public.data import PublicData
 from dpspan.public.fingerprints import fingerprints
 
@@ -96,6 +98,15 @@ class TestAdvise:
                 assert trial.learning_rate is None
             assert len(trial.values) == 2  # the first fold found the rates
         assert any("widen rates=" in note for note in advice.notes)
+
+    def test_what_diverges_gets_nothing_right(self) -> None:
+        rates = (0.1, 1e12)
+        said = advise(task_of(blobs(200, 0)), [PLAIN], records=400, rates=rates, folds=3)
+        (plain,) = (trial for trial in said.trials if trial.name == "DP-SGD")
+        assert plain.learning_rate == 0.1
+        wild = dataclasses.replace(PLAIN, learning_rate=1e12)
+        task = task_of(None, private=TensorDataset(*blobs(200, 0)))
+        assert math.isnan(rehearse(task, wild, 0, 1.0))
 
     def test_it_says_what_it_assumes(self, advice: Advice) -> None:
         text = " ".join(advice.sentences())

@@ -23,6 +23,7 @@ from dpspan.app.comparison.results import SCORE, Row, Tried
 from dpspan.app.comparison.search import FIRST_SEED, Try
 from dpspan.app.comparison.tuning import RowSearch, trainings
 from dpspan.app.report import render
+from dpspan.app.run import training
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.training import Training, in_batches
 from dpspan.public.data import PublicData
@@ -219,7 +220,7 @@ def test_judged_by_records_that_it_did_not_train_on(
 ) -> None:
     seen: list[tuple[set[float], set[float]]] = []
     epochs: list[int] = []
-    real = tuning.accuracy_and_loss
+    real = training.accuracy_and_loss
 
     def spy(task: Task, model: nn.Module) -> tuple[float, float]:
         parts = [{float(x[0]) for x, _ in part} for part in (task.private, task.test)]  # type: ignore[attr-defined,union-attr]
@@ -227,7 +228,7 @@ def test_judged_by_records_that_it_did_not_train_on(
         epochs.append(task.epochs)
         return real(task, model)
 
-    monkeypatch.setattr(tuning, "accuracy_and_loss", spy)
+    monkeypatch.setattr(training, "accuracy_and_loss", spy)
     for each in (Try(0.5, 0.25, 1), Try(0.5, 0.5, 1), Try(0.5, 1.0, 2)):
         row_search(tmp_path, epochs=6).make(each)
     assert epochs == [2, 3, 6]

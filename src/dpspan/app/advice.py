@@ -8,6 +8,7 @@ caller, who must be free to say it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def advise(
     ]
     total = len(first) + len(everyone) * (folds - 1)
     with workers(jobs, console, "rehearsing on public data", total=total) as run_all:
-        reached = iter(run_all(rehearse, first))
+        reached = _accuracies(run_all(rehearse, first))
         best = {c.name: max((next(reached), r) for r in rates)[1] for c in tuned}
         settled = [dataclasses.replace(c, learning_rate=best.get(c.name)) for c in everyone]
         final = [
@@ -107,7 +108,7 @@ def advise(
             for c in settled
             for fold in range(1, folds)
         ]
-        values = iter(run_all(rehearse, final))
+        values = _accuracies(run_all(rehearse, final))
     trials = tuple(
         Trial(
             name=c.name,
@@ -122,6 +123,11 @@ def advise(
     )
     notes = _notes(trials, scenes[0], records, stand_in is None)
     return conclude(trials, (*notes, *_paid(task, everyone)))
+
+
+def _accuracies(reached: Sequence[float]) -> Iterator[float]:
+    """Of what diverged nothing is right."""
+    return (0.0 if math.isnan(value) else value for value in reached)
 
 
 def default_contenders(task: Task) -> tuple[Contender, ...]:

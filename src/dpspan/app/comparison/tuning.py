@@ -16,18 +16,10 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Subset
 
-from dpspan.accounting.ledger import Ledger
 from dpspan.app.comparison.results import SCORE, Tried
 from dpspan.app.comparison.search import Search, Try
 from dpspan.app.run.folder import RunFolder, read_json
-from dpspan.app.run.training import (
-    Contender,
-    Task,
-    Training,
-    accuracy_and_loss,
-    noise_for,
-    settings_of,
-)
+from dpspan.app.run.training import Contender, Task, noise_for, rehearse, settings_of
 from dpspan.support.strict_json import plain
 
 _HELD_OUT = 0.2  # of the private records
@@ -104,18 +96,6 @@ class RowSearch:
             records=None,
         )
         contender = dataclasses.replace(self.contender, learning_rate=each.rate)
-        noise = noise_for(task, contender, task.count)
-        training = Training(task, contender, each.seed)
-        training.prepare(Ledger(), noise_multiplier=noise)
-        try:
-            for _ in training.take_steps():
-                pass
-        except ValueError:
-            if not training.step:  # a mistake in the settings; later on it is the rate's
-                raise
-            training.status = "diverged"
-        training.engine.detach()
-        lost = training.status == "diverged"
-        score = math.nan if lost else accuracy_and_loss(task, training.model)[0]
+        score = rehearse(task, contender, each.seed, noise_for(task, contender, task.count))
         about = {**vars(each), SCORE: score, "settings": self._settings}
         RunFolder(self.row).write_json(self._path(each), plain(about))

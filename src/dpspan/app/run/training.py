@@ -379,20 +379,26 @@ class Training:
 
 
 def rehearse(
-    task: Task, contender: Contender, seed: int, noise_multiplier: float, sample_rate: float
+    task: Task, contender: Contender, seed: int, noise: float, sample_rate: float | None = None
 ) -> float:
-    """The accuracy of a run whose records are public: noise as given, and no books to keep."""
+    """The accuracy of a run that nobody counts, with this noise multiplier; NaN if it diverged."""
     if contender.method is None:
         model, start = task.new_model(seed), contender.seeded_start(seed)
         assert start is not None
         start.run(model, task.criterion)
         return accuracy_and_loss(task, model)[0]
     training = Training(task, contender, seed)
-    training.prepare(Ledger(), noise_multiplier=noise_multiplier, sample_rate=sample_rate)
-    for _ in training.take_steps():
-        pass
+    training.prepare(Ledger(), noise_multiplier=noise, sample_rate=sample_rate)
+    try:
+        for _ in training.take_steps():
+            pass
+    except ValueError:
+        if not training.step:  # a mistake in the settings; later on it is the rate's
+            raise
+        training.status = "diverged"
     training.engine.detach()
-    return accuracy_and_loss(task, training.model)[0]
+    lost = training.status == "diverged"
+    return math.nan if lost else accuracy_and_loss(task, training.model)[0]
 
 
 class _Records(TensorDataset):
