@@ -16,7 +16,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpspan.accounting.calibration import calibrate_event
-from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
+from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
@@ -205,7 +205,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             "divisor": fit.records.divisor,
             "noise_multiplier": fit.noise_multiplier,
         }
-        adjacency = _ZERO_OUT if self.records is None else ADD_OR_REMOVE
+        adjacency = _ZERO_OUT if self.records is None else None
         return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
 
 

@@ -56,6 +56,7 @@ class PrivateRun:
             self._capture,
             criterion=setting.criterion,
             views=plan.views,
+            units=plan.unit == "unit",
             mean_loss=self._mean_loss,
             warn=setting.warn,
         )
@@ -89,6 +90,7 @@ class PrivateRun:
         self._capture.expect(
             piece.size,
             views=self.plan.views,
+            units=piece.units,
             live=piece.samples if piece.padded else None,
             discard=piece.samples == 0 and not piece.padded,
             carriers=self.mechanism.carriers(),
