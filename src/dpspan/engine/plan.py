@@ -18,13 +18,14 @@ from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.units import Ids, Units
 
 _SPREAD = 2.33  # standard deviations of a Poisson draw: the normal's 99th percentile
-_TOLD = (
-    "it follows from the sampling rate, which was taken from the dataset's length. If it is a "
-    "secret, give sample_rate= and expected_batch_size= (data.records in a configuration)"
-)
-_UNITS_TOLD = (
-    "it follows from the sampling rate, which was taken from the number of ids. If it is a "
-    "secret, give sample_rate= and expected_batch_size= (data.units in a configuration)"
+_TOLD = {
+    "record": f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the "
+    "dataset's length",
+    "unit": f"{UNITS_TOLD}: it follows from the sampling rate, which was taken from the ids",
+}
+_IF_SECRET = (
+    "If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
+    "configuration)"
 )
 _UNIT = "all records of one id"
 _PARTITION = (
@@ -84,9 +85,7 @@ class Plan:
     def warnings(self) -> list[str]:
         """What the certificate has to say of the way batches are drawn."""
         partition = isinstance(self.sampling, PartitionDraw)
-        told = f"{RECORDS_TOLD}: {_TOLD}"
-        if self.records_per_unit is not None:
-            told = f"{UNITS_TOLD}: {_UNITS_TOLD}"
+        told = f"{_TOLD[self.unit]}. {_IF_SECRET}"
         return [told] * self.tells_records + [_PARTITION] * partition
 
     def describe(self) -> dict[str, Any]:
