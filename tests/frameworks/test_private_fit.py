@@ -79,7 +79,7 @@ def test_units_are_passed_on(tmp_path: Path) -> None:
     assert run.engine.plan.sampling.sample_rate == 1.0  # ten units, a batch of ten
     for batch, _ in run.pieces():
         assert len(batch[0]) == 3  # one unit a piece, of at most four records
-    assert run.engine.certificate()["training"]["records_per_unit"] == 3
+    assert run.engine.plan.describe()["records_per_unit"] == 3
     assert run.engine.ledger.unit == "unit"
     run.close()
 
