@@ -375,7 +375,7 @@ def test_a_ledger_is_of_records_or_of_units() -> None:
         ledger.load_state_dict(state)
     with pytest.raises(ValueError, match="about each unit"):
         Ledger.from_state(state).protect("record")
-    with pytest.raises(ValueError, match="known unit"):
+    with pytest.raises(ValueError, match="what is protected to be one of"):
         Ledger.from_state({**state, "unit": "patient"})
     assert Ledger(budget=Budget(epsilon=1.0, delta=1e-5)).unit == "record"
 

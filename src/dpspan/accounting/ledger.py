@@ -71,7 +71,7 @@ class Ledger:
     def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:
         self.accountant = check_accountant(accountant)
         self.budget = budget
-        self._unit: str | None = None
+        self.unit = "record"  # or "unit": what is protected, as told by `protect`
         self._process = os.getpid()
         self.mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
@@ -100,25 +100,20 @@ class Ledger:
         return tuple(self._events)
 
     @property
-    def unit(self) -> str:
-        """What is protected: one "record", or one "unit" of them."""
-        return self._unit or "record"
-
-    @property
     def adjacency(self) -> str:
         """Between which datasets ε holds."""
         return _ADJACENCY[self.unit]
 
     def protect(self, unit: str) -> None:
         """Say what the releases to come protect; ValueError if earlier ones protect another."""
-        before = self.unit if self._events else self._unit
-        if before not in (None, unit):
+        if self._events and self.unit != unit:
             raise ValueError(
-                f"This ledger is about each {before}, and a release that protects each {unit} "
+                f"This ledger is about each {self.unit}, and a release that protects each {unit} "
                 "cannot be added to it: no ε would hold for both. Give unit= (groups= of a fit) "
                 "wherever it is used, or nowhere, or take a ledger of its own."
             )
-        self._unit = unit
+        expect(unit in _ADJACENCY, f"what is protected to be one of {list(_ADJACENCY)}", unit)
+        self.unit = unit
 
     @property
     def steps(self) -> int:
@@ -259,8 +254,7 @@ class Ledger:
         expect(isinstance(state, Mapping), "a mapping", state)
         expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
         expect(isinstance(state["saved_by"], str), "saved_by to be a text", state["saved_by"])
-        self._unit = state.get("unit")
-        expect(self._unit in (None, *_ADJACENCY), "a known unit", self._unit)
+        self.protect(state.get("unit", "record"))
         for key in ("events", "warnings", "invalid", "public"):
             expect(isinstance(state[key], list), f"{key} to be a list", state[key])
         for event, count in releases_from_json(state["events"]):

@@ -210,6 +210,7 @@ class PrivateRun:
     def _charge(self) -> None:
         """Every step of a Poisson sample; of a partition, the epoch before its first release."""
         if self.plan.sampling.independent_steps or self.loader.passes not in self._charged_passes:
+            self._ledger.protect(self.plan.unit)
             self._ledger.charge(self.plan.event)
             self._charged_passes.add(self.loader.passes)
 
