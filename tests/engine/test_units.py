@@ -30,6 +30,7 @@ from dpspan import (
 from dpspan.accounting.events import step_event
 from dpspan.engine.sampling import PartitionDraw, PoissonDraw, PrivateLoader
 from dpspan.mechanisms.noise import Noise
+from dpspan.model.guard import keeps_order
 from dpspan.support.units import Units
 
 CLIP, Z = 0.1, 2.0
@@ -459,6 +460,20 @@ def test_a_loop_that_changes_the_order_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"into another order.*another unit than its own"):
         for inputs, _ in loader:
             model(inputs.flip(0))
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_what_is_seen_of_an_order(views: int) -> None:
+    given = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    rows = given.repeat_interleave(views, 0)
+    assert keeps_order(given, rows, views)
+    assert keeps_order(given, rows.flip(0), views) is False
+    assert keeps_order(given, rows + 0.1 * torch.randn(rows.shape), views)
+    assert keeps_order(given, torch.randn(rows.shape), views) is None
+    assert keeps_order(given, rows.double(), views) is None
+    assert keeps_order(torch.ones(40), torch.ones(40 * views), views) is None
+    labels = torch.arange(40) % 2  # another number of each record, as often 1 as this one
+    assert keeps_order(labels, (1 - labels).repeat_interleave(views), views) is None
 
 
 def test_a_loop_whose_order_cannot_be_seen_is_on_the_certificate() -> None:

@@ -284,14 +284,15 @@ class Guard:
                     f"for inputs and labels.repeat_interleave({self._views}) for labels."
                 )
             self._order_known |= order == "record"
-            in_place = keeps_order(given, rows, self._views) if self._units else None
-            if in_place is False:
+        if self._units:  # rows may be made of any part of the batch
+            in_place = {keeps_order(given, rows, self._views) for given in self._handed_over}
+            if False in in_place and True not in in_place:
                 raise CaptureError(
                     "The training loop puts the rows of a batch into another order, so a record "
                     "would count for another unit than its own. Leave the order as the loader "
                     "gives it, or leave unit= out."
                 )
-            self._places_known |= bool(in_place)
+            self._places_known |= True in in_place
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -416,8 +417,8 @@ def stand_ins_come_last(rows: Tensor, live: int) -> bool | None:
 def keeps_order(given: Tensor, rows: Tensor, views: int) -> bool | None:
     """Whether each row is still made of the record in its place; None if it cannot be seen.
 
-    False where the very same rows are in other places. Augmented ones are not equal to their
-    records, but nearer to them than to the next.
+    False where the very same rows, most of them no other's equal, are in other places. Augmented
+    ones are not equal to their records, but nearer to them than to the next.
     """
     known = _views_of(given, rows, views)
     if known is None:
@@ -427,8 +428,9 @@ def keeps_order(given: Tensor, rows: Tensor, views: int) -> bool | None:
         return None  # all alike
     if torch.equal(own, now):
         return True
-    *_, group = torch.unique(torch.cat([own, now]), dim=0, return_inverse=True)
-    if torch.equal(*(half.sort().values for half in group.chunk(2))):
+    kinds, group = torch.unique(torch.cat([own, now]), dim=0, return_inverse=True)
+    moved = torch.equal(*(half.sort().values for half in group.chunk(2)))
+    if moved and len(kinds) > max(3, len(rows) // (2 * views)):
         return False
     near, far = ((now - other).norm(dim=1) for other in (own, own.roll(views, 0)))
     nearer, decisive = int((near < far).sum()), int((near != far).sum())
