@@ -18,14 +18,9 @@ from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.units import Ids, Units
 
 _SPREAD = 2.33  # standard deviations of a Poisson draw: the normal's 99th percentile
-_TOLD = {
-    "record": f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the "
-    "dataset's length",
-    "unit": f"{UNITS_TOLD}: it follows from the sampling rate, which was taken from the ids",
-}
-_IF_SECRET = (
-    "If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
-    "configuration)"
+_WHY_TOLD = (
+    "it follows from the sampling rate, which was taken from the dataset's length. If it is a "
+    "secret, give sample_rate= and expected_batch_size= (data.records in a configuration)"
 )
 _UNIT = "all records of one id"
 _PARTITION = (
@@ -85,8 +80,8 @@ class Plan:
     def warnings(self) -> list[str]:
         """What the certificate has to say of the way batches are drawn."""
         partition = isinstance(self.sampling, PartitionDraw)
-        told = f"{_TOLD[self.unit]}. {_IF_SECRET}"
-        return [told] * self.tells_records + [_PARTITION] * partition
+        told = RECORDS_TOLD if self.unit == "record" else UNITS_TOLD
+        return [f"{told}: {_WHY_TOLD}"] * self.tells_records + [_PARTITION] * partition
 
     def describe(self) -> dict[str, Any]:
         """As the certificate shows it, and as a checkpoint is recognised by."""

@@ -14,9 +14,9 @@ from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
 from dpspan.support.checks import near
 
 _Keys = dict[str, Any]
-# patient_id, user-uuid, SSN; neither grid nor valid
-_LIKE_AN_ID = re.compile(
-    r"(.*[\W_])?(id|uuid|guid|ssn|mrn|email|patient|subject|person|user|customer|client)", re.I
+_LIKE_AN_ID = re.compile(  # patient_id, user-uuid, SSN, patientID; neither grid nor valid
+    r"(?i:(.*[\W_])?(id|uuid|guid|ssn|mrn|email|patient|subject|person|user|customer|client))"
+    r"|.*[a-z](ID|Id)"
 )
 
 
@@ -48,7 +48,7 @@ def init(
     if out.exists() and not force:
         raise ValueError(f"{out} exists already: pass --force to replace it, or --out.")
     private = _source(data, label, "train")
-    likely = [name for name in _names(private) if _like_an_id(name)]
+    likely = [name for name in _names(private) if _LIKE_AN_ID.fullmatch(name)]
     unit = None
     for name in likely if interactive else ():
         if typer.confirm(f"'{name}' looks like an id. May a person have several records?"):
@@ -129,11 +129,6 @@ def _names(source: _Keys) -> list[str]:
 
         return array_names(Path(source["path"]))
     return list(source.get("inputs", ()))
-
-
-def _like_an_id(name: str) -> bool:
-    camel = re.fullmatch(r".*[a-z](ID|Id)", name)  # patientID
-    return bool(camel or _LIKE_AN_ID.fullmatch(name))
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Keys:

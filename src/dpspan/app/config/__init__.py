@@ -66,9 +66,7 @@ class DataSection(Section):
                     "other people here.",
                 )
         inputs = getattr(self.private, "inputs", ())
-        if self.unit is not None and self.unit in (
-            (inputs,) if isinstance(inputs, str) else inputs
-        ):
+        if self.unit in ([inputs] if isinstance(inputs, str) else inputs):
             refuse("unit", "Expected a column that is not among the inputs: take it out there.")
         return self
 

@@ -68,13 +68,12 @@ class Ragged:
 
     def in_line(self, x: Tensor) -> Tensor:
         """Units with fewer rows than the largest are filled up with zeros."""
-        ends = (self._sizes * self.times).cumsum(0)
-        inside = (
-            torch.arange(len(x), device=x.device) - (ends - self._sizes * self.times)[self._owners]
-        )
-        out = x.new_zeros(len(self.counts) * self.most, *x.shape[1:])
-        out[self._owners * self.most + inside] = x
-        return Alike(self.most).in_line(out)
+        sizes = self._sizes * self.times
+        first = sizes.cumsum(0) - sizes
+        place = torch.arange(len(x), device=x.device) - first[self._owners]
+        out = x.new_zeros(len(self.counts), self.most, *x.shape[1:])
+        out[self._owners, place] = x
+        return out.flatten(1, 2)
 
     def between(self, start: int, stop: int) -> tuple[int, int, "Ragged"]:
         ends = [0, *accumulate(count * self.times for count in self.counts)]
