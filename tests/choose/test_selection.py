@@ -636,9 +636,9 @@ def test_the_draw_spends_what_is_charged(monkeypatch, mechanism, sample_rate, ep
         drawn.append(rate)
         return 0
 
-    def read(loader, rate, piece):
+    def read(loader, rate, piece, units):
         rates.append(rate)
-        return sampled_batches(loader, rate, piece)
+        return sampled_batches(loader, rate, piece, units)
 
     monkeypatch.setattr(selection, "pick", watched)
     monkeypatch.setattr(selection, "sampled_batches", read)
@@ -986,8 +986,8 @@ def test_one_long_record_raises_each_sum_by_0_to_1_whatever_collates(collate, wo
     }
     seen = []
 
-    def remembered(*arguments):
-        seen.append(totals(*arguments))
+    def remembered(*arguments, **settings):
+        seen.append(totals(*arguments, **settings))
         return seen[-1]
 
     monkeypatch.setattr(selection, "totals", remembered)

@@ -554,3 +554,52 @@ def test_progress_is_shown_on_request(capsys) -> None:
     assert capsys.readouterr().out == ""
     PrivateLogisticRegression(verbose=1, **QUICK).fit(x, y)
     assert "private steps" in capsys.readouterr().out
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_groups_are_protected_as_one(kind: Any) -> None:
+    x, y = table(400)
+    groups = [f"patient {place // 4}" for place in range(400)]
+    model = kind(**QUICK).fit(x, y, groups=groups)
+    document = model.certificate_
+    assert document["adjacency"].startswith("one unit counted or not")
+    assert document["training"]["divisor"] == 100
+    assert document["training"]["records_per_unit"] == "all"
+    assert any(w.startswith("the number of private units is") for w in document["warnings"])
+    stated = kind(**QUICK, records=120).fit(x, y, groups=groups).certificate_
+    assert stated["adjacency"] == "add or remove one unit: every record of one id"
+    plain = kind(**QUICK, records=120).fit(x, y).certificate_
+    assert plain["adjacency"] == "add or remove one record"
+    assert document["epsilon"] == plain["epsilon"]  # of the same steps; for what, differs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_of_one_are_records(method: str) -> None:
+    x, y = table(300)
+    public = table(80, seed=1)
+    settings = {**QUICK, "method": method, "random_state": 0, "start": "public"}
+    plain, groups = (
+        PrivateLogisticRegression(**settings).fit(x, y, public=public, groups=each)
+        for each in (None, range(300))
+    )
+    np.testing.assert_allclose(plain.coef_, groups.coef_, rtol=1e-6)
+
+
+def test_delta_and_ledgers_of_groups() -> None:
+    x, y = table(400)
+    groups = np.arange(400) // 4
+    with pytest.warns(UserWarning, match="every unit with that probability"):
+        PrivateLogisticRegression(**QUICK, delta=2e-2).fit(x, y, groups=groups)
+    ledger = Ledger(accountant="rdp")
+    PrivateLogisticRegression().fit(x, y, ledger=ledger, groups=groups)
+    with pytest.raises(ValueError, match="about each unit"):
+        PrivateLogisticRegression().fit(x, y, ledger=ledger)
+    for wrong, message in (
+        (groups[:-1], "one id in groups for each of the 400 records, got 399"),
+        ([None] * 400, "Record 0 has no id in groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PrivateLogisticRegression().fit(x, y, groups=wrong)

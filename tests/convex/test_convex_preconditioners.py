@@ -24,6 +24,7 @@ from dpspan.convex.preconditioners import (
 )
 from dpspan.convex.rows import Rows
 from dpspan.convex.subspaces import Span, Subspace, Whole
+from dpspan.support.units import Units
 from helpers.convex_oracle import ScriptedNoise, gradients, root
 
 RNG = np.random.default_rng
@@ -297,11 +298,15 @@ def test_more_steps_than_dimensions() -> None:
 
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("where", ["whole", "features", "joint"])
-def test_the_second_moment_is_that_of_single_gradients(classes: int, where: str) -> None:
+@pytest.mark.parametrize("of", ["records", "units"])
+def test_the_second_moment_is_that_of_single_gradients(classes: int, where: str, of: str) -> None:
     rng = RNG(0)
     targets = one_hot(rng.integers(classes, size=15), classes, low=0.0)
+    ids = list(range(15)) if of == "records" else [0] * 7 + [1, 2] * 3 + [3] * 2
     records = PrivateRecords(
-        rows=Rows(rng.standard_normal((15, 4)), intercept=True),
+        rows=Rows(
+            rng.standard_normal((15, 4)), intercept=True, units=Units.of(ids, 15, records=15)
+        ),
         targets=targets,
         loss=Logistic(),
         divisor=15,
@@ -324,7 +329,9 @@ def test_the_second_moment_is_that_of_single_gradients(classes: int, where: str)
         released=np.zeros(subspace.size),
         std=0.0,
     )
-    embedded = subspace.embed(short(gradients(records, theta), 0.5).T).T
+    own_gradients = gradients(records, theta)
+    means = np.stack([own_gradients[np.asarray(ids) == u].mean(0) for u in dict.fromkeys(ids)])
+    embedded = subspace.embed(short(means, 0.5).T).T
     expected = root(embedded.T @ embedded) / math.sqrt(15)
     np.testing.assert_allclose(matrix(state(own)), expected, atol=1e-7)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -14,6 +15,7 @@ from scipy import sparse
 from dpspan.convex.fitting import PrivateRecords
 from dpspan.convex.losses import Logistic, SmoothedHinge, Squared, one_hot
 from dpspan.convex.rows import Rows, norm_bounds
+from dpspan.support.units import Units
 from helpers.convex_oracle import clipped_mean, dense, gradients
 
 FORMS = {"dense": np.asarray, "csr matrix": sparse.csr_matrix, "csr array": sparse.csr_array}
@@ -146,3 +148,83 @@ def test_no_records_at_all() -> None:
         divisor=10,
     )
     np.testing.assert_array_equal(none.unprivate_mean(np.zeros(4), 1.0), np.zeros(4))
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+def unit_gradients(records: PrivateRecords, theta: np.ndarray, ids: list[int]) -> np.ndarray:
+    """The mean gradient of each unit's records, one at a time."""
+    own = gradients(records, theta)
+    return np.stack([own[np.asarray(ids) == unit].mean(0) for unit in dict.fromkeys(ids)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("classes", [2, 4])
+def test_the_clipped_mean_of_units_is_that_of_their_means(
+    form: str, intercept: bool, classes: int
+) -> None:
+    plain = records(form, intercept=intercept, classes=classes)
+    ids = [*range(5), *[7] * 12, *[8, 9, 8, 9], *[10] * 9]
+    rows = Rows(plain.rows.x, intercept=intercept, units=Units.of(ids, 30, records=30))
+    private = dataclasses.replace(plain, rows=rows, divisor=8)
+    theta = np.random.default_rng(1).standard_normal(rows.width * plain.targets.shape[1])
+    means = unit_gradients(plain, theta, ids)
+    for clip in (1e-3, 0.5, 1e6):
+        lengths = np.linalg.norm(means, axis=1, keepdims=True)
+        expected = (means * np.minimum(1, clip / lengths)).sum(0) / 8
+        np.testing.assert_allclose(
+            private.unprivate_mean(theta, clip), expected, atol=1e-11 * min(clip, 1e3)
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    others=st.lists(st.tuples(scales, wild), min_size=0, max_size=4),
+    newcomer=st.lists(st.tuples(scales, wild), min_size=1, max_size=5),
+    alike=st.sampled_from(["random", "alike", "opposite"]),
+    seed=st.integers(0, 2**16),
+    intercept=st.booleans(),
+    form=st.sampled_from(sorted(FORMS)),
+    clip=st.sampled_from([1e-6, 1.0, 1e5]),
+)
+def test_a_whole_unit_moves_the_sum_by_at_most_the_clip(
+    others: list[tuple[float, float]],
+    newcomer: list[tuple[float, float]],
+    alike: str,
+    seed: int,
+    intercept: bool,
+    form: str,
+    clip: float,
+) -> None:
+    rng = np.random.default_rng(seed)
+    pairs, kept = np.array([*others, *newcomer]), len(others)
+    x = rng.standard_normal((len(pairs), 5)) * pairs[:, :1]
+    d = rng.standard_normal((len(pairs), 3)) * pairs[:, 1:]
+    if alike != "random":  # all of them add up, or nearly cancel
+        x[kept:] = x[kept]
+        d[kept:] = d[kept] * (-1) ** np.arange(len(newcomer))[:, None] ** (alike == "opposite")
+    ids = [*range(kept), *[99] * len(newcomer)]
+
+    def total(count: int) -> np.ndarray:
+        if not count:
+            return np.zeros((3, 5 + intercept))
+        units = Units.of(ids[:count], 99, records=count)
+        rows = Rows(FORMS[form](x[:count]), intercept=intercept, units=units)
+        return rows.combine(rows.clipped_weights(d[:count], clip))
+
+    difference = total(len(x)) - total(kept)
+    assert np.isfinite(difference).all()
+    rounding = 8 * len(x) * 2**10 * 2**-52  # records of a unit may cancel that much
+    assert np.linalg.norm(difference / clip) <= 1 + rounding
+
+
+def test_by_records_a_unit_moves_the_sum_by_as_many_clips() -> None:
+    x, d = np.ones((7, 5)), np.full((7, 3), 1e3)
+    by_record = Rows(x, intercept=True)
+    total = by_record.combine(by_record.clipped_weights(d, 1.0))
+    assert np.linalg.norm(total) == pytest.approx(7.0)
+    by_unit = Rows(x, intercept=True, units=Units.of([3] * 7, 7, records=7))
+    total = by_unit.combine(by_unit.clipped_weights(d, 1.0))
+    assert np.linalg.norm(total) == pytest.approx(1.0)

@@ -125,6 +125,26 @@ def test_tied_weights_and_processes_without_a_record(name: str) -> None:
         assert torch.allclose(own, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["DPSGD", "GEP", "RGP"])
+def test_units_with_all_their_records_in_one_process(name: str) -> None:
+    ids = [place % 9 for place in range(N)]  # four or five records each
+    changes = {"unit": ids, "batch_size": 4, "records_per_unit": 5, "max_physical_batch_size": 7}
+    expected, sizes = without_noise(0, METHODS[name], dict(changes))
+    found = results(2, without_noise, METHODS[name], dict(changes))
+    assert sum(sum(own) for _, own in found) == sum(sizes)
+    for own, _ in found:
+        assert torch.allclose(own, expected, rtol=0, atol=1e-12)
+
+
+def test_processes_that_know_other_units_are_refused() -> None:
+    def run(rank: int) -> None:
+        setup(unit=[place % 10 if rank else place // 4 for place in range(N)])
+
+    for each in in_processes(2, run):
+        assert isinstance(each, Failed)
+        assert "units" in each.text
+
+
 def test_a_batch_cut_into_views() -> None:
     def run(rank: int) -> Tensor:
         _, model, optimizer, loader = setup(

@@ -74,6 +74,16 @@ def test_a_stated_number_of_records_is_not_told(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ledger.json").read_text())["events"] == []
 
 
+def test_units_are_passed_on(tmp_path: Path) -> None:
+    run = fit(tmp_path, unit=[place // 4 for place in range(N)], records_per_unit=3)
+    assert run.engine.plan.sampling.sample_rate == 1.0  # ten units, a batch of ten
+    for batch, _ in run.pieces():
+        assert len(batch[0]) == 3  # one unit a piece, of at most four records
+    assert run.engine.plan.describe()["records_per_unit"] == 3
+    assert run.engine.ledger.unit == "unit"
+    run.close()
+
+
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="one of several processes"):

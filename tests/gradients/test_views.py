@@ -38,6 +38,31 @@ def test_views_of_a_record_add_up(name: str) -> None:
     assert torch.allclose(combined, weights @ expected, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("views", [1, 2])
+def test_records_of_a_unit_are_averaged(name: str, views: int) -> None:
+    """For every layer: units of other numbers of records, whose gradients' mean is the row."""
+    model, x = make(name)
+    records = len(x) // views
+    if not records:
+        pytest.skip("a problem of one row has no two views")
+    x, counts = x[: records * views], (records - records // 2 - 1, 1, records // 2)
+    counts = tuple(count for count in counts if count > 0)
+    alone = per_sample_matrix(model, loss_per_sample, x).unflatten(0, (records, views)).sum(1)
+    expected = torch.stack([part.mean(0) for part in alone.split(counts)])
+    with Capture(model) as capture:
+        capture.expect(records, views=views, units=counts)
+        loss_per_sample(model, x).sum().backward()
+        J = capture.collect()
+    assert J.samples == len(counts)
+    assert torch.allclose(J.matrix(), expected, atol=1e-9)
+    assert torch.allclose(J.norms(), expected.norm(dim=1), rtol=1e-9)
+    assert bool((J.norm_bounds() >= expected.norm(dim=1) * (1 - 1e-12)).all())
+    weights = torch.randn(len(counts), dtype=expected.dtype)
+    combined = torch.cat([part.flatten() for part in J.combine(weights).values()])
+    assert torch.allclose(combined, weights @ expected, atol=1e-9)
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -236,3 +236,26 @@ def test_fine_tuning_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixt
     accuracy = load(EXAMPLES / "finetune_text.py").main([*paths, *options])
     assert accuracy > 0.75  # chance is 0.5
     assert "ε = 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_patients_by_rows_and_by_patients(capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of docs/units.md that do not depend on chance."""
+    text = (EXAMPLES.parent / "docs" / "units.md").read_text()
+    patients = load(EXAMPLES / "patients.py")
+    engines = patients.main(repeats=1, sizes=(1, 2, 5))
+    told = capsys.readouterr().out
+    assert "1,000 patients, 12,480 rows." in told
+    assert "1,000 patients with 1 to 50 rows each, 12,480 rows together" in text
+    for line in ("| 1 | 3.00 | 3.00 |", "| 2 | 6.71 | 3.00 |", "| 5 | 21.05 | 3.00 |"):
+        assert line in told
+        assert line in text
+    for name, adjacency in (
+        ("rows", "one record"),
+        ("patients", "one unit: every record of one id"),
+    ):
+        line = f"| {name} | add or remove {adjacency} | 0.050 | 1.621 | 3.00 |"
+        assert line in told
+        assert line in text
+    assert engines["rows"].plan.sampling.records == 12_480
+    assert engines["patients"].plan.sampling.records == 1000

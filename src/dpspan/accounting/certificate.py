@@ -21,7 +21,6 @@ from dpspan.support.files import replacing
 
 FORMAT = "dpspan.certificate"
 VERSION = 1
-ADD_OR_REMOVE = "add or remove one record"
 _PACKAGES = ("dpspan", "torch", "dp-accounting", "numpy", "scipy", "scikit-learn")
 
 
@@ -30,12 +29,12 @@ def certificate(
     *,
     delta: float | None = None,
     training: Mapping[str, Any],
-    adjacency: str = ADD_OR_REMOVE,
+    adjacency: str | None = None,
 ) -> dict[str, Any]:
     """The document for what `ledger` holds, at δ (by default its budget's).
 
     `training` describes method and sampling: public configuration, as plain values. `adjacency`
-    says between which datasets the guarantee holds.
+    says between which datasets the guarantee holds, if not between those that the ledger says.
 
     Examples:
         >>> import dpspan
@@ -49,7 +48,7 @@ def certificate(
     """
     spending = ledger.spending(delta)  # first: it may add a warning
     check_promised_delta("delta", spending.delta)
-    weak = weaknesses(spending.epsilon, spending.delta)
+    weak = weaknesses(spending.epsilon, spending.delta, unit=ledger.unit)
     finite = math.isfinite(spending.epsilon)
     reasons = [] if finite else ["no finite ε covers what was released"]
     on_grid = finite and spending.accountant == "pld"
@@ -61,7 +60,7 @@ def certificate(
         "not_private_because": [*reasons, *ledger.invalid],
         "epsilon": spending.epsilon,
         "delta": spending.delta,
-        "adjacency": adjacency,
+        "adjacency": adjacency or ledger.adjacency,
         "discloses_number_of_records": ledger.discloses_records,
         "budget": None if ledger.budget is None else asdict(ledger.budget),
         "accountant": {

@@ -28,6 +28,11 @@ from dpspan.support.errors import BudgetExceeded
 
 _LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
 RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
+UNITS_TOLD = "the number of private units is disclosed"
+_ADJACENCY = {
+    "record": "add or remove one record",
+    "unit": "add or remove one unit: every record of one id",
+}
 _STATE_VERSION = 2
 _COPIED = (
     "A ledger cannot be copied or sent to another process: what is charged to the copy would be "
@@ -66,6 +71,7 @@ class Ledger:
     def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:
         self.accountant = check_accountant(accountant)
         self.budget = budget
+        self.unit = "record"  # or "unit": what is protected, as told by `protect`
         self._process = os.getpid()
         self.mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
@@ -94,6 +100,22 @@ class Ledger:
         return tuple(self._events)
 
     @property
+    def adjacency(self) -> str:
+        """Between which datasets ε holds."""
+        return _ADJACENCY[self.unit]
+
+    def protect(self, unit: str) -> None:
+        """Say what the releases to come protect; ValueError if earlier ones protect another."""
+        if self._events and self.unit != unit:
+            raise ValueError(
+                f"This ledger is about each {self.unit}, and a release that protects each {unit} "
+                "cannot be added to it: no ε would hold for both. Give unit= (groups= of a fit) "
+                "wherever it is used, or nowhere, or take a ledger of its own."
+            )
+        expect(unit in _ADJACENCY, f"what is protected to be one of {list(_ADJACENCY)}", unit)
+        self.unit = unit
+
+    @property
     def steps(self) -> int:
         """How many events have been charged."""
         return sum(count for _, count in self._events)
@@ -105,8 +127,8 @@ class Ledger:
 
     @property
     def discloses_records(self) -> bool:
-        """Whether something here was derived from the number of records, and tells it."""
-        return any(warning.startswith(RECORDS_TOLD) for warning in self._warnings)
+        """Whether something here was derived from the number of records or units, and tells it."""
+        return any(each.startswith((RECORDS_TOLD, UNITS_TOLD)) for each in self._warnings)
 
     @property
     def invalid(self) -> tuple[str, ...]:
@@ -148,7 +170,7 @@ class Ledger:
         return spending
 
     def epsilon(self, delta: float | None = None) -> float:
-        """ε spent so far for adding or removing one record; infinite if nothing bounds it."""
+        """ε spent so far, for neighbours as `adjacency` says; infinite if nothing bounds it."""
         return self.spending(delta).epsilon
 
     get_epsilon = epsilon  # the name in dp-accounting's and Opacus' accountants
@@ -181,7 +203,8 @@ class Ledger:
         """Whether it goes on where `earlier` ends, with all else that must be told of it."""
         notes = ("warnings", "invalid", "public")
         told = all(set(getattr(earlier, note)) <= set(getattr(self, note)) for note in notes)
-        return told and beyond(earlier.events, self._events) is not None
+        same = earlier.unit == self.unit or not earlier.events
+        return told and same and beyond(earlier.events, self._events) is not None
 
     def __reduce__(self) -> Never:
         raise TypeError(_COPIED)
@@ -193,6 +216,7 @@ class Ledger:
             "saved_by": self.mark,
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
             "steps": self.steps,
+            **({"unit": "unit"} if self.unit == "unit" else {}),
             "events": releases_to_json(self._events),
             "warnings": list(self._warnings),
             "invalid": list(self._invalid),
@@ -207,6 +231,8 @@ class Ledger:
         before the checkpoint was loaded) is added to the saved record, equal or not.
         """
         loaded = Ledger.from_state(state)
+        if loaded._events:
+            self.protect(loaded.unit)
         if state["saved_by"] != self.mark:
             for event, count in self._events:
                 loaded._record(event, count)
@@ -228,6 +254,7 @@ class Ledger:
         expect(isinstance(state, Mapping), "a mapping", state)
         expect(state["version"] == _STATE_VERSION, f"version {_STATE_VERSION}", state["version"])
         expect(isinstance(state["saved_by"], str), "saved_by to be a text", state["saved_by"])
+        self.protect(state.get("unit", "record"))
         for key in ("events", "warnings", "invalid", "public"):
             expect(isinstance(state[key], list), f"{key} to be a list", state[key])
         for event, count in releases_from_json(state["events"]):

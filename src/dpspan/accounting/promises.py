@@ -49,20 +49,24 @@ def check_promised_delta(name: str, value: Any) -> float:
     return delta
 
 
-def weaknesses(epsilon: float | None, delta: float, records: int | None = None) -> list[str]:
-    """What a reader should know of such a promise; `records` only where it is public."""
+def weaknesses(
+    epsilon: float | None, delta: float, records: int | None = None, *, unit: str = "record"
+) -> list[str]:
+    """What a reader should know of such a promise; `records`, or units, only where it is public."""
     said = []
     if epsilon is not None and epsilon > LARGE_EPSILON:
         said.append(f"an ε above {LARGE_EPSILON:g} promises next to nothing: people use 1 to 8")
     if delta > LARGE_DELTA or delta * (records or 0) >= 1:
         said.append(
-            f"δ = {delta:g} is large: publishing every record with that probability would keep the "
-            "promise. Choose one well below 1 / number of records"
+            f"δ = {delta:g} is large: publishing every {unit} with that probability would keep the "
+            f"promise. Choose one well below 1 / number of {unit}s"
         )
     return said
 
 
-def warn_of_weaknesses(epsilon: float | None, delta: float, records: int | None = None) -> None:
+def warn_of_weaknesses(
+    epsilon: float | None, delta: float, records: int | None = None, *, unit: str = "record"
+) -> None:
     """To whoever is about to make the promise."""
-    for sentence in weaknesses(epsilon, delta, records):
+    for sentence in weaknesses(epsilon, delta, records, unit=unit):
         warnings.warn(f"dpspan: {sentence}.", stacklevel=3)

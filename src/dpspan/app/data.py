@@ -25,6 +25,7 @@ from pydantic import Field
 
 from dpspan.app.section import Count, File, Numbers, Positive, Section, Texts
 from dpspan.support.checks import check_count, expect, near
+from dpspan.support.units import Units
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,10 @@ class Source(Section):
         """Where the records are: sources that agree in this read the same ones."""
         return (self.path.resolve(),)
 
+    def ids(self, name: str) -> Sequence[Any] | Array | None:
+        """A column with one id a record; None if there is none of that name."""
+        return None
+
     @abstractmethod
     def read(self, classes: Classes) -> Raw:
         """The arrays; without a layout, images without channels get one, all else stays."""
@@ -70,6 +75,12 @@ class Loaded:
     dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
     classes: int
     raw: Array = field(repr=False)  # fingerprints of the inputs before scaling
+    units: Units | None = None  # whose they are, if not each somebody else's
+
+    @property
+    def count(self) -> int:
+        """How many samples there are, or units of them."""
+        return len(self.dataset if self.units is None else self.units)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -246,6 +257,13 @@ class Npz(Source):
     def records(self) -> tuple[object, ...]:
         return *super().records, self.inputs  # other arrays of the file are other records
 
+    def ids(self, name: str) -> Array | None:
+        if name not in array_names(self.path):
+            return None
+        with reading(self.path, "npz file"), np.load(self.path, allow_pickle=False) as file:
+            found: Array = file[name]
+        return found
+
     def read(self, classes: Classes) -> Raw:
         cure = " Name them as `inputs` and `labels` (labels: null if there are none)."
         there = array_names(self.path)
@@ -376,6 +394,16 @@ class Table(Source):
                 )
         return inputs.whole(), np.concatenate(labels) if labels else None, None
 
+    def ids(self, name: str) -> list[Any] | None:
+        if name not in self.columns:
+            return None
+        return [each for values in self.pieces([name]) for each in values[name]]
+
+    @property
+    @abstractmethod
+    def columns(self) -> list[str]:
+        """Their names."""
+
     @abstractmethod
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
         """The values of these columns, a few rows at a time, texts or numbers; None for a gap."""
@@ -452,6 +480,10 @@ class Csv(Table):
     format: Literal["csv"] = "csv"
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
 
+    @property
+    def columns(self) -> list[str]:
+        return next(read_csv(self.path, self.delimiter))[1]
+
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
         lines = read_csv(self.path, self.delimiter)
         _, header = next(lines)
@@ -479,6 +511,10 @@ class Parquet(Table):
     """A Parquet file (the extra `tables`)."""
 
     format: Literal["parquet"] = "parquet"
+
+    @property
+    def columns(self) -> list[str]:
+        return list(open_parquet(self.path).schema_arrow.names)
 
     def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
         file = open_parquet(self.path)
@@ -522,7 +558,12 @@ class HuggingFace(Source):
     def records(self) -> tuple[object, ...]:
         return *super().records, self.split  # other splits are other records
 
-    def read(self, classes: Classes) -> Raw:
+    def ids(self, name: str) -> Sequence[Any] | None:
+        opened = self._opened()
+        with reading(self.path, "dataset"):
+            return list(opened[name]) if name in opened.column_names else None
+
+    def _opened(self) -> Any:
         datasets = optional("datasets", "Hugging Face datasets", "datasets")
         with reading(self.path, "dataset of save_to_disk"):
             opened = datasets.load_from_disk(str(self.path))
@@ -531,6 +572,10 @@ class HuggingFace(Source):
                 raise ValueError(f"{self.path} has {len(opened)} splits. Name one as `split`.")
             check_names(self.path, "split", [self.split], list(opened), " Name one as `split`.")
             opened = opened[self.split]
+        return opened
+
+    def read(self, classes: Classes) -> Raw:
+        opened = self._opened()
         names = [self.inputs] if isinstance(self.inputs, str) else list(self.inputs)
         check_names(self.path, "column", [*names, self.label], opened.column_names)
         with reading(self.path, "dataset"):
@@ -540,7 +585,7 @@ class HuggingFace(Source):
         inputs = columns[0]
         if len(columns) > 1 or (inputs.ndim == 1 and inputs.dtype != object):
             inputs = np.stack(columns, axis=1)
-        is_image = isinstance(opened.features[names[0]], datasets.Image)
+        is_image = type(opened.features[names[0]]).__name__ == "Image"
         return inputs, labels, "channels_last" if is_image and inputs.ndim == 4 else None
 
 

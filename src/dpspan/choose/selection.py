@@ -13,6 +13,9 @@ Nor does what a record looks like depend on the others: each is collated alone, 
 function that pads to the longest record, mixes records or counts them sees one. Only records that
 come out in one shape get into one batch.
 
+Where records belong to units, the score of a unit is the mean of its records' scores, between 0 and
+1 as well, and all the above holds with units in place of records.
+
 On a Poisson sample of rate r the mechanism is run with a larger ε₀: what is ε₀-DP on the sample is
 log(1 + r(exp(ε₀) − 1))-DP on the data, so ε₀ = log(1 + (exp(ε) − 1)/r).
 """
@@ -36,6 +39,7 @@ from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.choose.picking import MECHANISMS, pick, probability_of_best
 from dpspan.choose.probe import PIECE, Loss, Probe, check_independence, drawn, principal_subspace
+from dpspan.engine.plan import units_of
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
 from dpspan.public.data import PublicData, hold
 from dpspan.public.overlap import refuse_overlap
@@ -43,6 +47,7 @@ from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.randomness import FreshWorker, fresh_randomness
+from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 UNIT = 2**24  # scores are counted in whole numbers of 1/UNIT, so that their sums are exact
 # Last bits of a record's score can depend on the records it is computed beside. If the others'
@@ -83,6 +88,8 @@ def choose_public(
     mechanism: str = "permute-and-flip",
     sample_rate: float = 1.0,
     records: int | None = None,
+    unit: Ids | Units | None = None,
+    records_per_unit: int = RECORDS_PER_UNIT,
     seed: int = 0,
     piece: int = PIECE,
 ) -> Choice:
@@ -106,7 +113,10 @@ def choose_public(
         sample_rate: look at a Poisson sample of the records only. Saves time, and for rates that
             leave some thousand records little accuracy.
         records: about how many private records there are, if that is public; used to say how close
-            candidates may be, and to refuse what would be chance.
+            candidates may be, and to refuse what would be chance. With `unit`, how many units.
+        unit: one id a record, or a function of a record, if a person may have several: a unit then
+            counts once, by the mean score of at most `records_per_unit` of its records.
+        records_per_unit: most records of one unit that count.
         seed: of the samples and random labels of the candidates; no secret.
         piece: samples run through the model at a time.
 
@@ -136,10 +146,12 @@ def choose_public(
             "Expected at least 2 candidates to choose from, got "
             f"{len(choices)}. With one, pass threshold= to choose between it and no public data."
         )
-    note = _note(len(choices), epsilon, mechanism, sample_rate, records)
+    what = "record" if unit is None else "unit"
+    note = _note(len(choices), epsilon, mechanism, sample_rate, records, what)
     loader = private_loader(private)
     probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
     event = pure_event(epsilon)
+    ledger.protect(what)
     ledger.reserve(event, 1)  # before the work: a choice that cannot be paid for is not computed
     data = {
         name: drawn(each, samples, seed=probe.seed, name=name, kind=PublicData)
@@ -149,8 +161,10 @@ def choose_public(
     for each in data.values():
         check_independence(probe, subspaces, each)
     # Private records are not read before this line, so no refusal above tells anything of them.
-    refuse_overlap(loader, data.values())
-    sums = totals(probe, subspaces, sampled_batches(loader, sample_rate, probe.piece), threshold)
+    units = units_of(unit, records_per_unit, loader)
+    refuse_overlap(loader, data.values(), units)
+    batches = sampled_batches(loader, sample_rate, probe.piece, units)
+    sums = totals(probe, subspaces, batches, threshold, units=0 if units is None else len(units))
     for each in data.values():
         detail = f"candidate of a private choice: {mechanism}, ε = {epsilon:g}, rank {rank}"
         ledger.declare_public(each.name, each.digest, each.count, detail=detail)
@@ -219,16 +233,21 @@ def _on_sample(epsilon: float, sample_rate: float) -> float:
 
 
 def _note(
-    candidates: int, epsilon: float, mechanism: str, sample_rate: float, records: int | None
+    candidates: int,
+    epsilon: float,
+    mechanism: str,
+    sample_rate: float,
+    records: int | None,
+    what: str = "record",
 ) -> str:
     if records is None:
         return (
             "How close candidates may be to be told apart is not said, as that depends on the "
-            "number of records: give it (records=, or data.records in a configuration) if it is "
+            f"number of {what}s: give it (records=, or data.records in a configuration) if it is "
             "public."
         )
     gap = resolution(records, candidates, epsilon, mechanism=mechanism, sample_rate=sample_rate)
-    setting = f"{records:,} records, ε = {epsilon:g} and {candidates} candidates"
+    setting = f"{records:,} {what}s, ε = {epsilon:g} and {candidates} candidates"
     if gap >= 1:
         raise ValueError(
             f"With {setting} no candidate could be told from the others with {_SUCCESS:.0%} "
@@ -245,17 +264,27 @@ def _note(
 def totals(
     probe: Probe,
     subspaces: Sequence[Subspace],
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[tuple[Any, ...]],
     threshold: float | None,
+    *,
+    units: int = 0,
 ) -> list[int]:
-    """q_j in whole numbers: exact, in any order of the records."""
+    """q_j in whole numbers: exact, in any order of the records.
+
+    Of so many `units` each counts by the mean of its records' scores, rounded down.
+    """
     constants = torch.tensor([] if threshold is None else [threshold], dtype=torch.float64)
-    sums = torch.zeros(len(subspaces) + len(constants), dtype=torch.int64)
-    for inputs, labels in batches:
+    sums = torch.zeros(max(1, units), len(subspaces) + len(constants), dtype=torch.int64)
+    counts = torch.zeros(len(sums), 1, dtype=torch.int64)
+    for inputs, labels, *owners in batches:
         scores = probe.scores(subspaces, inputs, labels)
         scores = torch.cat([scores, constants.expand(len(scores), -1)], dim=1)
-        sums += (scores * UNIT).long().sum(0)
-    result: list[int] = sums.tolist()
+        rows = owners[0] if owners else torch.zeros(len(scores), dtype=torch.int64)
+        sums.index_add_(0, rows, (scores * UNIT).long())
+        counts.index_add_(0, rows, torch.ones(len(scores), 1, dtype=torch.int64))
+    if units:
+        sums = sums // counts.clamp(min=1)
+    result: list[int] = sums.sum(0).tolist()
     return result
 
 
@@ -276,18 +305,26 @@ def private_loader(private: Any) -> DataLoader[Any]:
 
 
 def sampled_batches(
-    loader: DataLoader[Any], sample_rate: float, piece: int
-) -> Iterator[tuple[Any, Any]]:
-    """The records of a Poisson sample, each with its label, in batches of one shape each."""
+    loader: DataLoader[Any], sample_rate: float, piece: int, units: Units | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """The records of a Poisson sample, each with its label, in batches of one shape each.
+
+    With `units` those are drawn, and each record comes with the number of its own.
+    """
     dataset: Any = loader.dataset
-    draw = PoissonDraw(records=len(dataset), sample_rate=sample_rate, steps_per_epoch=1)
-    (chosen,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
-    if not len(chosen):
+    count = len(dataset if units is None else units)
+    draw = PoissonDraw(records=count, sample_rate=sample_rate, steps_per_epoch=1)
+    (drawn,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
+    chosen = drawn.tolist()
+    if units is not None:
+        secret = secrets.randbits(128)
+        chosen = [record for unit in chosen for record in units.drawn(unit, [secret])]
+    if not chosen:
         return
     with fresh_randomness():  # the seeds of workers come from here
         batches = iter(
             DataLoader(
-                _Single(dataset, chosen.tolist()),
+                _Single(dataset, chosen, None if units is None else units.owners[chosen]),
                 batch_size=piece,
                 collate_fn=partial(_collated, loader.collate_fn),
                 num_workers=loader.num_workers,
@@ -314,9 +351,20 @@ def sampled_batches(
 
 
 class _Single(Subset[Any]):
-    """Some of the records, each asked for alone: a dataset may read several at once its own way."""
+    """Some of the records, each asked for alone: a dataset may read several at once its own way.
+
+    With each comes the number of its unit, if there are units.
+    """
 
     __getitems__ = None  # type: ignore[assignment]
+
+    def __init__(self, dataset: Dataset[Any], chosen: list[int], owners: Any) -> None:
+        super().__init__(dataset, chosen)
+        self._owners = owners
+
+    def __getitem__(self, place: int) -> Any:
+        record = self.dataset[self.indices[place]]
+        return record, None if self._owners is None else self._owners[place]
 
 
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[Any, Any]:
@@ -325,7 +373,7 @@ def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[A
     Made in a worker, which had better not send each record by itself.
     """
     alike: dict[Any, list[Any]] = {}
-    for record in records:
+    for record, owner in records:
         batch = hold(collate([record]))
         leaves, form = tree_flatten(batch)
         if len(batch) != 2 or len(leaves[0]) != 1:
@@ -334,6 +382,7 @@ def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[A
                 "'labels', that hold tensors with one row for each record, in the first dimension: "
                 "private gradients are those of training, with the records' own labels."
             )
+        batch = batch if owner is None else (*batch, torch.tensor([owner]))
         kind = repr(form), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         alike.setdefault(kind, []).append(batch)
     return {kind: _joined(held) for kind, held in alike.items()}

@@ -16,8 +16,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpspan.accounting.calibration import calibrate_event
-from dpspan.accounting.certificate import ADD_OR_REMOVE, certificate
-from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
+from dpspan.accounting.certificate import certificate
+from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
@@ -27,8 +27,9 @@ from dpspan.convex.rows import Array, Rows, no_echo
 from dpspan.convex.scaling import Preparation, Scaling, scaling_of
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.units import Units
 
-_ZERO_OUT = "one record counted or not (then zero in every sum), the number of records being fixed"
+_ZERO_OUT = "one {0} counted or not (then zero in every sum), the number of {0}s being fixed"
 _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "
     "by classes=[...] if it is not."
@@ -65,8 +66,20 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     random_state: Any = None
     verbose: int = 0
 
-    def fit(self, X: Any, y: Any, *, public: Any = None, ledger: Ledger | None = None) -> Self:
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        public: Any = None,
+        ledger: Ledger | None = None,
+        groups: Any = None,
+    ) -> Self:
         """Fit to private records; `public` is X_pub, (X_pub, y_pub) or `PublicRows`.
+
+        `groups` holds one id a record, if a person may have several: the mean gradient of all
+        records of one id is clipped, the guarantee is for all of them together, and `records`
+        counts ids.
 
         Everything is checked before the first release. A `ledger` shares a budget with other
         releases from the same records, all in one process (n_jobs=1): it cannot be copied into
@@ -79,19 +92,24 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         public = self._public_rows(public, task)
         method, clip = method_of(self.method), schedule_of(self.clip)
         scaling = scaling_of(self.scaling)
-        divisor = self._checked_divisor(len(targets))
-        warn_of_weaknesses(self.epsilon, self.delta, divisor)
+        units, count = None, len(targets)
+        if groups is not None:
+            units = Units.of(groups, count, records=count, name="groups")
+            count = len(units)
+        divisor, what = self._checked_divisor(count), "record" if units is None else "unit"
+        warn_of_weaknesses(self.epsilon, self.delta, divisor, unit=what)
         if public is not None and not public.equal_rows_allowed:
             refuse_overlap(public.x, x, public.name)
 
         seen = None if public is None else public.x
         preparation = Preparation() if scaling is None else scaling.prepare(seen)
         preparation = replace(preparation, row_norm=self.row_norm)
-        rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept))
+        rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept), units=units)
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
         known = None if public is None else _known(public, preparation, records)
         zero = np.zeros(targets.shape[1] * rows.width)
         ledger = self._opened(ledger)
+        ledger.protect(what)
         z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
         fit = Fit(
             records=records,
@@ -179,11 +197,13 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         if self.random_state is not None:
             ledger.invalidate("noise was drawn from a fixed random_state")
         if self.records is None:
+            told = RECORDS_TOLD if ledger.unit == "record" else UNITS_TOLD
             ledger.warn(
-                f"{RECORDS_TOLD}: a fit divides by it, {divisor}, and its guarantee is for "
-                f"{_ZERO_OUT}. Give a public number by records= if it is a secret"
+                f"{told}: a fit divides by it, {divisor}, and its guarantee is for "
+                f"{_ZERO_OUT.format(ledger.unit)}. Give a public number by records= if it is a "
+                "secret"
             )
-        ledger.warn(*weaknesses(None, self.delta, divisor), *task.warnings)
+        ledger.warn(*weaknesses(None, self.delta, divisor, unit=ledger.unit), *task.warnings)
         if public is not None:
             detail = "without labels" if public.y is None else "with labels"
             detail += ", equal private rows allowed" if public.equal_rows_allowed else ""
@@ -203,7 +223,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             "divisor": fit.records.divisor,
             "noise_multiplier": fit.noise_multiplier,
         }
-        adjacency = _ZERO_OUT if self.records is None else ADD_OR_REMOVE
+        if fit.ledger.unit == "unit":
+            training |= {"unit": "all records of one id", "records_per_unit": "all"}
+        adjacency = _ZERO_OUT.format(fit.ledger.unit) if self.records is None else None
         return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
 
 

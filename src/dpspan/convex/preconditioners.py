@@ -287,7 +287,7 @@ class _CoordinateSum:
 
 
 def _second_moment(rows: Rows, weights: Array, subspace: Subspace) -> Array:
-    """Σ_i (Vᵀg_i)(Vᵀg_i)ᵀ of the clipped gradients g_i = w_i ⊗ x̄_i, (k, k)."""
+    """Σ_i (Vᵀg_i)(Vᵀg_i)ᵀ of the clipped gradients g_i = w_i ⊗ x̄_i, or of units' sums, (k, k)."""
     if subspace.copies > 1:
         projected = rows.margins(subspace.basis.T)
         embedded = np.hstack([column[:, None] * projected for column in weights.T])
@@ -295,6 +295,7 @@ def _second_moment(rows: Rows, weights: Array, subspace: Subspace) -> Array:
         blocks = subspace.basis.reshape(weights.shape[1], rows.width, -1)
         pairs = zip(weights.T, blocks, strict=True)
         embedded = sum(column[:, None] * rows.margins(block.T) for column, block in pairs)
+    embedded = rows.added_up(embedded)
     return np.asarray(embedded.T @ embedded)
 
 

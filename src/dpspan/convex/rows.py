@@ -8,6 +8,9 @@ Formal guarantee: f_i uses a bound of the norm that rounding cannot undercut, so
 a record moves the sum by at most C, up to the rounding of the summation itself. A record whose
 length or gradient is not finite counts as zero everywhere, and so does one whose f_i is subnormal:
 it would have too few digits.
+
+Where records belong to units, one f_u clips the mean gradient of a unit's records, and all of this
+holds with units in place of records.
 """
 
 from collections.abc import Iterator
@@ -18,22 +21,29 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from dpspan.support.units import Units
+
 Array: TypeAlias = NDArray[np.float64]
 Features: TypeAlias = Any  # an Array, or a CSR matrix of float64 (scipy is untyped)
 _UNIT = 2.0**-53
 _TINY = 2.0**-1022
+_MOST_CANCELLED = 2.0**10
 
 
 class Rows:
     """The records of a table, dense or CSR, with or without a constant column."""
 
-    def __init__(self, x: Features, *, intercept: bool) -> None:
+    def __init__(self, x: Features, *, intercept: bool, units: Units | None = None) -> None:
         bounds = norm_bounds(x, intercept=intercept)
         finite = np.isfinite(bounds)
         # A weight of zero is not enough: 0·Inf is NaN, and everybody would see that.
         self.x = x if finite.all() else _emptied(x, ~finite)
         self.intercept = intercept
         self.norm_bounds: Array = np.where(finite, bounds, np.inf)  # at least ‖x̄_i‖, (n,)
+        self.units = units
+        if units is not None:
+            ones, place = np.ones(len(self)), np.arange(len(self))
+            self._sums = sparse.csr_array((ones, (units.owners, place)))  # (units, n)
 
     def __len__(self) -> int:
         return int(self.x.shape[0])
@@ -59,11 +69,41 @@ class Rows:
     def clipped_weights(self, derivatives: Array, clip: float) -> Array:
         """f_i D_i, (n, c); zero for a record whose gradient is not finite."""
         with np.errstate(all="ignore"):
+            if self.units is not None:  # of their mean, to which a record adds D_i/n_u
+                derivatives = derivatives / self._sums.sum(1)[self.units.owners, None]
             own = _rounded_up((derivatives**2).sum(1), derivatives.shape[1])
             norms = own * self.norm_bounds * (1 + 8 * _UNIT)
+            if self.units is not None:
+                norms = self._unit_norms(derivatives, norms)[self.units.owners]
             factors = np.minimum(1.0, clip / norms)
             usable = np.isfinite(norms) & (factors >= _TINY)
             return np.where(usable[:, None], derivatives * factors[:, None], 0.0)
+
+    def added_up(self, x: Array) -> Array:
+        """(n, …) to (units, …); as it is where every record is alone."""
+        return x if self.units is None else np.asarray(self._sums @ x)
+
+    def _unit_norms(self, derivatives: Array, norms: Array) -> Array:
+        """At least ‖Σ_i D_i ⊗ x̄_i‖ of each unit: as computed, or the sum of norms if that is less.
+
+        An entry is a sum over a unit's records, which rounding moves by so many units in the last
+        place of the sum of norms. Records that all but cancel would be huge beside all others once
+        their sum is short enough: the bound is never so small that they exceed the clip by far.
+        """
+        most = float(np.asarray(self._sums.sum(1)).max())
+        together = (self._sums @ norms) * (1 + (most + 8) * _UNIT)
+        squares = np.zeros(len(together))
+        for column in derivatives.T:
+            if sparse.issparse(self.x):
+                sums = self._sums @ self.x.multiply(column[:, None]).tocsr()
+                squares += np.asarray(sums.multiply(sums).sum(1)).ravel()
+            else:
+                sums = self._sums @ (column[:, None] * self.x)
+                squares += np.einsum("ij,ij->i", sums, sums)
+            squares += self.intercept * (self._sums @ column) ** 2
+        computed = _rounded_up(squares, self.width * derivatives.shape[1])
+        computed += (2 * most + 32) * _UNIT * together
+        return np.asarray(np.fmin(np.fmax(computed, together / _MOST_CANCELLED), together))
 
 
 def norm_bounds(x: Features, *, intercept: bool = False) -> Array:

@@ -26,10 +26,12 @@ from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
+from dpspan.support.units import Units
 
 _ROUNDS = 2  # the record first, and last
 _ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
 _OTHERS = 3  # records in company
+_IN_ORDER = 8  # records whose places in a batch are looked at
 _SHOWN, _READ = 128, 8192  # records by which processes compare datasets, read at a time
 
 
@@ -56,15 +58,17 @@ def same_beginning(
     plan: Plan,
     module: nn.Module,
     loader: DataLoader[Any],
+    units: Units | None,
     warn: Callable[[str], None],
 ) -> None:
     """One plan, the same records and the first process's weights in all; or an error in all."""
     if processes.world == 1:
         return
     kinds = [(n, *x.shape, str(x.dtype), x.requires_grad) for n, x in weights_of(module).items()]
-    processes.agree({"plan": plan.describe(), "model": kinds})
+    owners = None if units is None else hashlib.blake2b(units.owners.tobytes()).hexdigest()
+    processes.agree({"plan": plan.describe(), "model": kinds, "units": owners})
     # If position i meant other records, one of them could take part twice in one batch.
-    count = plan.sampling.records
+    count = len(loader.dataset)  # type: ignore[arg-type]
     shown = processes.same((count, shuffled(count)[:_SHOWN].tolist(), fresh_seed()))
     with processes.together():
         digests = {_digest(loader, *shown) for _ in range(2)}
@@ -135,6 +139,7 @@ def admit_public(
     setting: Setting,
     private: DataLoader[Any],
     warm_start: WarmStart | None,
+    units: Units | None = None,
 ) -> list[PublicUse]:
     """Everything public behind a run: a warm start, the method's data, what layers were made of.
 
@@ -148,8 +153,8 @@ def admit_public(
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),
     ]
     start = [] if warm_start is None else [PublicData.of(warm_start.data)]
-    refuse_overlap(private, [*(use.data for use in uses), *start])
-    check_collation(private, setting.warn)
+    refuse_overlap(private, [*(use.data for use in uses), *start], units)
+    check_collation(private, setting.warn, ordered=units is not None)
     # These were compared with the private records when they were encoded.
     uses += [PublicUse(each.public, each.layer) for each in encodings(private.dataset)]
     if warm_start is not None:  # last: whatever can be refused has been
@@ -159,11 +164,13 @@ def admit_public(
     return uses
 
 
-def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
+def check_collation(
+    loader: DataLoader[Any], warn: Callable[[str], None], *, ordered: bool = False
+) -> None:
     """Raise ValueError if what a record becomes depends on the records that it is collated with.
 
     A few are collated in one company and in another. Padding to the longest record does not mix
-    records, nor does another order.
+    records, nor does another order, which is an error only where the rows must be `ordered`.
     """
     dataset: Any = loader.dataset
     if loader.collate_fn is default_collate or len(dataset) < 3:
@@ -180,6 +187,41 @@ def check_collation(loader: DataLoader[Any], warn: Callable[[str], None]) -> Non
             "the others in its batch (MixUp and CutMix do this), so its influence cannot be "
             "bounded. Give a collate_fn that treats records one by one."
         )
+    if not ordered:
+        return
+    try:
+        in_place = _keeps_order(loader.collate_fn, dataset)
+    except Exception:
+        in_place = None
+    if in_place is None:
+        warn(
+            "the collate_fn of the data loader could not be checked to keep the order of records; "
+            "if it does not, records count for other units than their own"
+        )
+    if in_place is False:
+        raise ValueError(
+            "The collate_fn of the data loader puts records into another order, so a record would "
+            "count for another unit than its own. Let it keep the order, or leave unit= out."
+        )
+
+
+def _keeps_order(collate: Callable[[list[Any]], Any], dataset: Any) -> bool | None:
+    """Whether row i is made of record i: as it is when that one is collated alone."""
+    with seeded(fresh_seed()):
+        records = [dataset[int(i)] for i in shuffled(len(dataset))[:_IN_ORDER]]
+        batch = _tensors(collate(copy.deepcopy(records)))
+        alone = [_tensors(collate([copy.deepcopy(record)])) for record in records]
+    found = set()
+    for path, x in batch.items():
+        if len(x) != len(records) or any(len(own.get(path, ())) != 1 for own in alone):
+            continue
+        rows = [own[path] for own in alone]
+        in_place = [_in_both(x[i : i + 1], row) for i, row in enumerate(rows)]
+        elsewhere = [_in_both(x, row) for row in rows]
+        alike = all(_in_both(rows[0], row) is not False for row in rows)
+        if not alike:  # else any order is right
+            found.add(True if all(in_place) else False if all(elsewhere) else None)
+    return False if False in found else True if True in found else None
 
 
 def _mixes(collate: Callable[[list[Any]], Any], dataset: Any) -> bool | None:

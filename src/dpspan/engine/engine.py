@@ -17,7 +17,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import PublicUse, admit_public, check_parts, same_beginning
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_run, plan_sampling
+from dpspan.engine.plan import Plan, plan_run, plan_sampling, units_of
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method, Setting
@@ -26,6 +26,7 @@ from dpspan.support.checks import check_count
 from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.errors import CaptureError
 from dpspan.support.moved import without_retired_options
+from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 _logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class PrivacyEngine:
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
         views: int = 1,
+        unit: Ids | Units | None = None,
+        records_per_unit: int = RECORDS_PER_UNIT,
         warm_start: WarmStart | None = None,
         cuda_graphs: bool = False,
         non_private: bool = False,
@@ -139,6 +142,11 @@ class PrivacyEngine:
             views: the model sees this many rows for each record, one after the other (augmented
                 copies: `x.flatten(0, 1)` of x with shape (n, views, …), labels repeated to match).
                 Their mean gradient is clipped, so a record still counts once.
+            unit: whose records they are, if a person may have several: one id a record (as many as
+                the dataset has records), or a function of a record. Then units are drawn, the mean
+                gradient of a unit's records is clipped, and the guarantee is for all of them
+                together; the batch size and `sample_rate` count units.
+            records_per_unit: most records of one unit in a step, drawn anew from all of its own.
             warm_start: train on labelled public data first, here and now (`WarmStart(data=...)`).
             cuda_graphs: record the model and replay it, so that a GPU waits for no launches. Every
                 batch is filled up to one size, with copies at its end that do not count.
@@ -152,6 +160,12 @@ class PrivacyEngine:
         method = DPSGD() if method is None else method
         processes = self._join()
         with processes.together():
+            units = units_of(unit, records_per_unit, data_loader)
+            if units is not None and cuda_graphs:
+                raise ValueError(
+                    "unit= and cuda_graphs=True do not go together: a graph is of batches of one "
+                    "size, and units have different numbers of records. Leave one of them out."
+                )
             plan = plan_run(
                 module=module,
                 data_loader=data_loader,
@@ -163,10 +177,11 @@ class PrivacyEngine:
                 sample_rate=sample_rate,
                 expected_batch_size=expected_batch_size,
                 views=views,
+                units=units,
                 accountant=self.ledger.accountant,
             )
             check_parts(module, optimizer, criterion, loss_reduction)
-        same_beginning(processes, plan, module, data_loader, self._warn)
+        same_beginning(processes, plan, module, data_loader, units, self._warn)
         setting = Setting(
             model=module,
             criterion=criterion,
@@ -186,8 +201,9 @@ class PrivacyEngine:
                 max_physical_batch_size,
                 seed=self._seed,
                 padded=cuda_graphs,
+                units=units,
             )
-            public = admit_public(plan.method, mechanism, setting, data_loader, warm_start)
+            public = admit_public(plan.method, mechanism, setting, data_loader, warm_start, units)
         loader.spread_over(processes)
         processes.agree(
             {"debug_seed": self._seed, "public data": [use.data.digest for use in public]}
@@ -225,6 +241,8 @@ class PrivacyEngine:
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
         views: int = 1,
+        unit: Ids | Units | None = None,
+        records_per_unit: int = RECORDS_PER_UNIT,
         warm_start: WarmStart | None = None,
         cuda_graphs: bool = False,
     ) -> tuple[Model, Optimizer, PrivateLoader]:
@@ -235,9 +253,10 @@ class PrivacyEngine:
         anything is released. The other arguments are those of `make_private`.
         """
         budget = Budget(epsilon=target_epsilon, delta=target_delta)
-        sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
+        unit = units_of(unit, records_per_unit, data_loader)
+        sampling = plan_sampling(data_loader, poisson_sampling, sample_rate, unit)
         told = sampling.records if sample_rate is None else None  # else their number is a secret
-        warn_of_weaknesses(target_epsilon, target_delta, told)
+        warn_of_weaknesses(target_epsilon, target_delta, told, unit="unit" if unit else "record")
         events = check_count("epochs", epochs) * sampling.events_per_epoch
         ledger = self.ledger
         z = calibrate_event(
@@ -263,13 +282,15 @@ class PrivacyEngine:
             expected_batch_size=expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
             views=views,
+            unit=unit,
+            records_per_unit=records_per_unit,
             warm_start=warm_start,
             cuda_graphs=cuda_graphs,
         )
         run = self._running()
         run.plan = dataclasses.replace(run.plan, epochs=epochs, budget=budget)
         ledger.budget = budget
-        for sentence in weaknesses(None, target_delta, told):
+        for sentence in weaknesses(None, target_delta, told, unit=ledger.unit):
             ledger.warn(sentence)
         ledger.reserve(run.plan.event, events)
         return result
@@ -414,6 +435,7 @@ class PrivacyEngine:
             self._run.remove()
 
     def _put_on_record(self, plan: Plan, public: list[PublicUse]) -> None:
+        self.ledger.protect(plan.unit)
         for data, purpose in public:
             self.ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
         for sentence in plan.warnings:

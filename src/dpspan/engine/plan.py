@@ -9,18 +9,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpspan.accounting.epsilon import account
-from dpspan.accounting.ledger import RECORDS_TOLD
+from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.randomness import fresh_seed, seeded
+from dpspan.support.units import Ids, Units
 
 _SPREAD = 2.33  # standard deviations of a Poisson draw: the normal's 99th percentile
-_RECORDS_TOLD = (
-    f"{RECORDS_TOLD}: it follows from the sampling rate, which was taken from the dataset's "
-    "length. If it is a secret, give sample_rate= and expected_batch_size= (data.records in a "
-    "configuration)"
+_WHY_TOLD = (
+    "it follows from the sampling rate, which was taken from the dataset's length. If it is a "
+    "secret, give sample_rate= and expected_batch_size= (data.records in a configuration)"
 )
+_UNIT = "all records of one id"
 _PARTITION = (
     "batches were a partition of the data, not Poisson samples: each epoch is accounted as one "
     "Gaussian mechanism without amplification"
@@ -40,10 +42,16 @@ class Plan:
     model: str
     trainable_parameters: int
     accountant: str
-    tells_records: bool  # the number of records follows from `sampling`
+    tells_records: bool  # the number of records, or of units, follows from `sampling`
+    records_per_unit: int | None = None  # most of one unit in a step; None: each is its own unit
     epochs: int | None = None  # how many were asked for, and what they may cost
     budget: Budget | None = None
     public: tuple[str, ...] = field(default=(), compare=False)  # what is used, in words
+
+    @property
+    def unit(self) -> str:
+        """What the guarantee is about: one "record", or one "unit" of them."""
+        return "record" if self.records_per_unit is None else "unit"
 
     @property
     def event(self) -> DpEvent:
@@ -72,11 +80,14 @@ class Plan:
     def warnings(self) -> list[str]:
         """What the certificate has to say of the way batches are drawn."""
         partition = isinstance(self.sampling, PartitionDraw)
-        return [_RECORDS_TOLD] * self.tells_records + [_PARTITION] * partition
+        told = RECORDS_TOLD if self.unit == "record" else UNITS_TOLD
+        return [f"{told}: {_WHY_TOLD}"] * self.tells_records + [_PARTITION] * partition
 
     def describe(self) -> dict[str, Any]:
         """As the certificate shows it, and as a checkpoint is recognised by."""
+        most = self.records_per_unit
         return {
+            **({} if most is None else {"unit": _UNIT, "records_per_unit": most}),
             **self.method.describe(),
             "noise_multiplier": self.noise_multiplier,
             "sampling": repr(self.sampling),
@@ -97,10 +108,13 @@ class Plan:
             "method": f"{type(self.method).__name__}({settings})",
             "sampling": f"{self.sampling!r}, divided by L = {self.expected_batch_size:g}",
             "event": f"{self.event}; {steps}",
+            "unit": f"{_UNIT}, of which a step uses at most {self.records_per_unit}",
             "noise": f"z = {self.noise_multiplier:g}",
             "expected ε": self._expected(),
             "public": "; ".join(self.public) or "nothing",
         }
+        if self.records_per_unit is None:
+            del lines["unit"]
         return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
 
     def _expected(self) -> str:
@@ -111,11 +125,25 @@ class Plan:
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
 
 
+def units_of(unit: Ids | Units | None, most: int, loader: DataLoader[Any]) -> Units | None:
+    """Whose records they are, by one id each or by a function, which is given all of them."""
+    if unit is None:
+        return None
+    records, dataset = records_of(loader), loader.dataset
+    if callable(unit):
+        with seeded(fresh_seed()):  # a dataset may draw random numbers for every record
+            unit = [unit(dataset[place]) for place in range(records)]
+    return Units.of(unit, most, records=records)
+
+
 def plan_sampling(
-    loader: DataLoader[Any], poisson_sampling: bool, sample_rate: float | None
+    loader: DataLoader[Any],
+    poisson_sampling: bool,
+    sample_rate: float | None,
+    units: Units | None = None,
 ) -> Draw:
     """How batches are drawn: at a given rate, or as large as the loader's on average."""
-    records = records_of(loader)
+    records = records_of(loader) if units is None else len(units)
     if sample_rate is None:
         sample_rate = min(1.0, (loader.batch_size or 0) / records)  # the 0 is for mypy
     poisson = PoissonDraw.one_pass(records=records, sample_rate=sample_rate)
@@ -137,6 +165,7 @@ def plan_run(
     expected_batch_size: float | None,
     views: int,
     accountant: str,
+    units: Units | None = None,
 ) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
     if noise_multiplier == 0 and not non_private:
@@ -144,7 +173,7 @@ def plan_run(
             "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
             "non_private=True; the certificate will say so."
         )
-    sampling = plan_sampling(data_loader, poisson_sampling, sample_rate)
+    sampling = plan_sampling(data_loader, poisson_sampling, sample_rate, units)
     sampling.event(noise_multiplier)  # which refuses what is no noise multiplier
     if expected_batch_size is None:
         expected_batch_size = data_loader.batch_size or 0
@@ -161,4 +190,5 @@ def plan_run(
         trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
         accountant=accountant,
         tells_records=sample_rate is None,
+        records_per_unit=None if units is None else units.most,
     )

@@ -56,6 +56,7 @@ class PrivateRun:
             self._capture,
             criterion=setting.criterion,
             views=plan.views,
+            units=plan.unit == "unit",
             mean_loss=self._mean_loss,
             warn=setting.warn,
         )
@@ -89,6 +90,7 @@ class PrivateRun:
         self._capture.expect(
             piece.size,
             views=self.plan.views,
+            units=piece.units,
             live=piece.samples if piece.padded else None,
             discard=piece.samples == 0 and not piece.padded,
             carriers=self.mechanism.carriers(),
@@ -208,6 +210,7 @@ class PrivateRun:
     def _charge(self) -> None:
         """Every step of a Poisson sample; of a partition, the epoch before its first release."""
         if self.plan.sampling.independent_steps or self.loader.passes not in self._charged_passes:
+            self._ledger.protect(self.plan.unit)
             self._ledger.charge(self.plan.event)
             self._charged_passes.add(self.loader.passes)
 

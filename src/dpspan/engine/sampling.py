@@ -7,11 +7,12 @@ sampling of the user's `DataLoader` and keeps everything else of it.
 
 import math
 import secrets
+import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -32,6 +33,9 @@ from dpspan.support.checks import check_count, expect
 from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
+from dpspan.support.units import Units
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,7 @@ class Piece(NamedTuple):
     padded: bool  # whether a graph needs that size: stand-ins come behind the records
     first: bool  # first piece of its logical batch
     last: bool  # last piece of its logical batch
+    units: tuple[int, ...] | None = None  # records of each unit in it, one unit after the other
 
 
 def _cut(
@@ -123,24 +128,45 @@ def _cut(
     padded: bool,
     pieces: deque[Piece],
     processes: Processes,
+    units: Units | None,
+    seed: Sequence[int],
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
-    Of several processes each takes every W-th record, and as many pieces as the others.
+    Of several processes each takes every W-th record, and as many pieces as the others. Or every
+    W-th unit, whose records stay together; which of them take part is drawn by `seed`.
     A `padded` one will be filled up to exactly that many. For an empty one record 0 stands in, and
     the engine drops what it contributes. An empty step must run like any other: its noise, its step
     and its event are part of the mechanism. But models and loops fail on tensors of length zero
     (`x.view(len(x), -1)`, means that become NaN).
     """
-    for batch in batches:
-        most = max(1, math.ceil(len(batch) / processes.world))  # records of any process
-        indices = batch[processes.rank :: processes.world].tolist()
-        size = limit or most
-        for start in range(0, most, size):
-            part = indices[start : start + size]
-            held, last = size if padded else max(1, len(part)), start + size >= most
-            pieces.append(Piece(len(part), held, padded, start == 0, last))
+    sizes = None if units is None else units.sizes
+    for step, batch in enumerate(batches, start=1):
+        shares = [batch[rank :: processes.world].numpy() for rank in range(processes.world)]
+        parts = [_parts(share, limit or sys.maxsize, sizes) for share in shares]
+        most = max(map(len, parts))
+        for number in range(most):
+            mine = parts[processes.rank][number : number + 1]
+            part, counts = mine[0].tolist() if mine else [], None
+            if units is not None and part:
+                drawn = [units.drawn(unit, [*seed, step]) for unit in part]
+                part, counts = list(chain(*drawn)), tuple(map(len, drawn))
+            held = limit if padded and limit else max(1, len(part))
+            pieces.append(Piece(len(part), held, padded, number == 0, number == most - 1, counts))
             yield part or [0]
+
+
+def _parts(share: Array, limit: int, sizes: Array | None) -> list[Array]:
+    """Records, or units of these sizes, in parts of at most `limit` records."""
+    if sizes is None:
+        return np.split(share, range(limit, len(share), limit))
+    cuts, held = [], 0
+    for place, size in enumerate(sizes[share].tolist()):
+        if held and held + size > limit:
+            cuts.append(place)
+            held = 0
+        held += size
+    return np.split(share, cuts)
 
 
 def filled_up(batch: Any, records: int, size: int) -> Any:
@@ -205,17 +231,21 @@ class PrivateLoader:
         *,
         seed: int | None = None,
         padded: bool = False,
+        units: Units | None = None,
     ) -> None:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
 
         `padded` pieces all have the physical size: what is missing is filled up with stand-ins.
+        With `units` these are drawn, and whoever is drawn brings some records.
 
         `seed` is for debugging: whoever knows it knows who took part in which step. By default it
         comes from OS entropy, and so does whatever else is drawn meanwhile.
         """
-        if draw.records != (records := records_of(loader)):
-            raise ValueError(f"Expected draw.records {records}, the dataset's, got {draw.records}.")
-        self.draw = draw
+        records = records_of(loader)
+        known, whose = (records, "dataset") if units is None else (len(units), "units")
+        if draw.records != known:
+            raise ValueError(f"Expected draw.records {known}, the {whose}'s, got {draw.records}.")
+        self.draw, self._units = draw, units
         self.dataset: Any = loader.dataset
         self.collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
         self.max_physical_batch_size, self._padded = max_physical_batch_size, padded
@@ -261,6 +291,12 @@ class PrivateLoader:
     def max_physical_batch_size(self, size: int | None) -> None:
         if size is not None:
             check_count("max_physical_batch_size", size)
+        if size is not None and self._units is not None and size < self._units.most:
+            raise ValueError(
+                f"Expected max_physical_batch_size of at least {self._units.most}, as many records "
+                f"as a step uses of one unit, which is never divided, got {size}. Lower "
+                "records_per_unit=, or raise it."
+            )
         self._max_physical_batch_size = size
 
     def __len__(self) -> int:
@@ -276,10 +312,13 @@ class PrivateLoader:
         pieces: deque[Piece] = deque()
         # By the number of the pass, as a stream would be read further ahead in one process than in
         # another when an epoch is left early.
-        generator = np.random.default_rng([self._secret, self.passes])
+        seed = self._secret, self.passes
+        generator = np.random.default_rng(seed)
         steps = islice(self.draw.epoch(generator), len(self) - self.position)
         limit = self.max_physical_batch_size
-        source = self._feed.source = _cut(steps, limit, self._padded, pieces, self._processes)
+        source = self._feed.source = _cut(
+            steps, limit, self._padded, pieces, self._processes, self._units, seed
+        )
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)

@@ -23,11 +23,12 @@ from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.engine.plan import plan_sampling
+from dpspan.engine.plan import plan_sampling, units_of
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.files import locked, replacing
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.units import RECORDS_PER_UNIT, Ids
 
 _STATE, _KEYS = "privacy.safetensors", {"format", "run", "ledger", "loader", "mechanism"}
 _PUBLIC_NAMES = ("learning_rate", "epoch", "epsilon")  # of what a loop logs while it trains
@@ -48,6 +49,10 @@ class Privacy:
         method: how a step uses the gradients; DP-SGD by default.
         records: about how many private records there are, as a public number: the sampling rate is
             batch size / records. Without it the exact number is used, and certificates tell it.
+            With `unit`, about how many units.
+        unit: one id for each record of the training data, or a function of a record, where a person
+            may have several; then all records of one id are protected together.
+        records_per_unit: most records of one unit in a step.
         eval_is_public: declares that evaluation data are nobody's secret. Otherwise every number
             measured on them is logged as `unprivate_…`, and nothing may be chosen by it.
         unprivate_metrics: log what is measured on private batches, as `unprivate_…`; never publish
@@ -64,6 +69,8 @@ class Privacy:
     delta: float
     method: Method = field(default_factory=DPSGD)
     records: int | None = None
+    unit: Ids | None = None
+    records_per_unit: int = RECORDS_PER_UNIT
     eval_is_public: bool = False
     unprivate_metrics: bool = False
     criterion: nn.Module | None = None
@@ -106,11 +113,13 @@ class PrivateFit:
         size, rate = float(loader.batch_size or 0), None
         if privacy.records is not None:
             rate = min(1.0, size / privacy.records)
-        sampling = plan_sampling(loader, True, rate)
+        units = units_of(privacy.unit, privacy.records_per_unit, loader)
+        sampling = plan_sampling(loader, True, rate, units)
         total = int(steps(sampling.steps_per_epoch))
         budget = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
         promise = (privacy.delta, privacy.records or sampling.records)
-        warn_of_weaknesses(privacy.epsilon, *promise)
+        what = "unit" if units else "record"
+        warn_of_weaknesses(privacy.epsilon, *promise, unit=what)
         with ExitStack() as stack:
             stack.enter_context(locked(folder))
             record = self._record(saved)
@@ -128,6 +137,7 @@ class PrivateFit:
                 sample_rate=rate,
                 expected_batch_size=None if rate is None else size,
                 max_physical_batch_size=physical,
+                unit=units,
             )
             stack.callback(engine.detach)
             engine.ledger.budget = budget
@@ -137,7 +147,7 @@ class PrivateFit:
                 engine.load_state_dict({**saved, "ledger": record})
                 if lost := steps_beyond(saved["ledger"], record):
                     engine.ledger.warn(_LOST.format(lost))
-            engine.ledger.warn(*weaknesses(None, *promise))
+            engine.ledger.warn(*weaknesses(None, *promise, unit=what))
             if privacy.unprivate_metrics:
                 engine.note_unprivate("what was measured on private batches was logged")
             self._running: Any = iter(self._loader)  # a generator

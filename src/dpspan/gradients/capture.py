@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.layers import rule_for
+from dpspan.gradients.layers.groups import Alike, Groups, Ragged
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
-from dpspan.gradients.layers.terms import Rows, Term, only_first
+from dpspan.gradients.layers.terms import Rows, Term, only_first, weighted
 from dpspan.gradients.layout import joined
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
@@ -42,7 +43,8 @@ class _Batch:
     """A batch whose gradients are expected, and what it has brought."""
 
     rows: int
-    views: int = 1  # rows that belong to one sample
+    views: int = 1  # rows that belong to one record
+    units: tuple[int, ...] | None = None  # records that belong to one sample, if not one each
     live: int | None = None  # the samples in front that count, if others fill up the batch
     discard: bool = False
     carriers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -50,6 +52,21 @@ class _Batch:
     terms: dict[str, list[Term]] = field(default_factory=dict)
     heard: bool = False  # whether a backward pass has reached it
     called: bool = False  # whether `graphs` was asked for it
+
+    ragged: dict[Any, Ragged] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        return self.rows // self.views if self.units is None else len(self.units)
+
+    def groups(self, rows: int, term: Term) -> Groups | None:
+        """What belongs together of a term with so many rows a record; None: every row is alone."""
+        if self.units is None:
+            return None if rows == 1 else Alike(rows)
+        if rows == 1 and max(self.units, default=1) == 1:
+            return None
+        key = rows, term.rows(0, 0).device
+        return self.ragged.setdefault(key, Ragged(self.units, *key))
 
     def put(self, name: str, term: Term) -> None:
         """Add a term to those of this name."""
@@ -108,6 +125,7 @@ class Capture:
         samples: int,
         *,
         views: int = 1,
+        units: tuple[int, ...] | None = None,
         live: int | None = None,
         discard: bool = False,
         carriers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
@@ -119,13 +137,14 @@ class Capture:
         others are zeros. `graphs` record and replay the model.
 
         With `views` the model sees that many rows for each sample, one after the other, whose
-        gradients are added up.
+        gradients are added up. With `units` the samples are records of so many units, of so many
+        records each, one after the other: gradients are then the means of units.
 
         Of a parameter with `carriers` only its gradient's images in them are kept (see
         `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
         during the backward pass.
         """
-        self._batch = _Batch(samples * views, views, live, discard, carriers or {}, graphs)
+        self._batch = _Batch(samples * views, views, units, live, discard, carriers or {}, graphs)
         self._watch_all()  # parameters may have been exchanged since
         if "torch._dynamo" in sys.modules:  # something may have been compiled
             hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
@@ -163,7 +182,7 @@ class Capture:
                 shapes |= {Left(name): left.shape, Right(name): right.shape}
             else:
                 shapes[name] = parameter.shape
-        samples = 0 if batch.discard else batch.rows // batch.views
+        samples = 0 if batch.discard else batch.samples
         known = next(iter(self.trained().values()), torch.empty(0))
         like = torch.empty(0, dtype=known.dtype, device=known.device)  # not sharded if that is
         return PerSampleGradients(
@@ -175,7 +194,7 @@ class Capture:
         """A run of the expected batch, or of so many samples, that leaves no trace."""
         before = self.batch
         if samples is None:
-            self._batch = replace(before, live=None, graphs=None, terms={}, heard=False)
+            self._batch = replace(before, units=None, live=None, graphs=None, terms={}, heard=False)
         else:
             self._batch = _Batch(samples * before.views, before.views)
         try:
@@ -395,15 +414,18 @@ class Capture:
                 "batch_first=True, fold no other dimension into it, and pick or drop no samples."
             )
         name = self._name(joined(path, own))
-        rows = batch.views * folds  # that belong to one sample, one after the other
+        rows = batch.views * folds  # that belong to one record, one after the other
         if batch.live is not None:
             term = only_first(term, batch.live * rows)
+        groups = batch.groups(rows, term)
+        if isinstance(groups, Ragged):
+            term = weighted(term, groups.weights)
         if name not in batch.carriers:
-            batch.put(name, (term if rows == 1 else term.merged(rows)).compact())
+            batch.put(name, (term if groups is None else term.merged(groups)).compact())
             return
         left, right = (Rows(image) for image in term.compress(*batch.carriers[name]))
-        batch.put(Left(name), left if rows == 1 else left.merged(rows))
-        batch.put(Right(name), right if rows == 1 else right.merged(rows))
+        batch.put(Left(name), left if groups is None else left.merged(groups))
+        batch.put(Right(name), right if groups is None else right.merged(groups))
 
 
 class _Tap(torch.autograd.Function):

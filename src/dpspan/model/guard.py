@@ -43,11 +43,12 @@ class Guard:
         *,
         criterion: nn.Module | None,
         views: int,
+        units: bool = False,  # several records may be one sample: their order counts
         mean_loss: bool,
         warn: Callable[[str], None],
     ) -> None:
         self._module, self._criterion, self._capture = module, criterion, capture
-        self._views, self._mean_loss, self._warn = views, mean_loss, warn
+        self._views, self._units, self._mean_loss, self._warn = views, units, mean_loss, warn
         self._drawn = self._samples = 0  # records of the batch, and with those that fill it up
         self._batches = 0  # with samples that could be mixed
         self._handed = self._used = 0  # batches of this epoch, and those that a step followed
@@ -63,6 +64,7 @@ class Guard:
         self._stepped: _Snapshot | None = None  # weights as the optimizer left them
         self._handed_over: list[Tensor] = []
         self._order_known = views == 1
+        self._places_known = not units
         self._filled_up = 0  # batches with stand-ins, of which the first and then ever fewer
         self._fill_due = self._rows_known = False  # are looked at: is their order known?
         self._outputs: list[Tensor] = []
@@ -99,8 +101,8 @@ class Guard:
         self._before = _Snapshot(self._versions(), self._fingerprints() if look else None)
 
     def hand_over(self, batch: Any) -> None:
-        """This is the batch; kept only where the order of its views has to be checked."""
-        if self._due and self._views > 1:
+        """This is the batch; kept only where the order of its rows has to be checked."""
+        if self._due and (self._views > 1 or self._units):
             leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
             self._handed_over = [x for x in leaves if x.shape[:1] == (self._samples,)]
 
@@ -146,6 +148,11 @@ class Guard:
                 f"views={self._views}: it could not be checked that the rows of a record come one "
                 "after the other (torch.stack(views, 1).flatten(0, 1)); if they come view after "
                 "view (torch.cat), a record counts more than once"
+            )
+        if self._taken and not self._places_known:
+            self._warn(
+                "unit=: it could not be checked that the rows of a batch keep their order in the "
+                "training loop; if they do not, records count for other units than their own"
             )
         if self._taken and self._filled_up and not self._rows_known:
             self._warn(
@@ -277,6 +284,15 @@ class Guard:
                     f"for inputs and labels.repeat_interleave({self._views}) for labels."
                 )
             self._order_known |= order == "record"
+        if self._units:  # rows may be made of any part of the batch
+            in_place = {keeps_order(given, rows, self._views) for given in self._handed_over}
+            if False in in_place and True not in in_place:
+                raise CaptureError(
+                    "The training loop puts the rows of a batch into another order, so a record "
+                    "would count for another unit than its own. Leave the order as the loader "
+                    "gives it, or leave unit= out."
+                )
+            self._places_known |= True in in_place
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -398,22 +414,51 @@ def stand_ins_come_last(rows: Tensor, live: int) -> bool | None:
     return False if copies > 1 and int(counts.max()) > copies else None
 
 
+def keeps_order(given: Tensor, rows: Tensor, views: int) -> bool | None:
+    """Whether each row is still made of the record in its place; None if it cannot be seen.
+
+    False where the very same rows, most of them no other's equal, are in other places. Augmented
+    ones are not equal to their records, but nearer to them than to the next.
+    """
+    known = _views_of(given, rows, views)
+    if known is None:
+        return None
+    own, now = (x.detach().reshape(len(rows), -1).nan_to_num().double() for x in (known, rows))
+    if not bool((own != own[0]).any()):
+        return None  # all alike
+    if torch.equal(own, now):
+        return True
+    kinds, group = torch.unique(torch.cat([own, now]), dim=0, return_inverse=True)
+    moved = torch.equal(*(half.sort().values for half in group.chunk(2)))
+    if moved and len(kinds) > max(3, len(rows) // (2 * views)):
+        return False
+    near, far = ((now - other).norm(dim=1) for other in (own, own.roll(views, 0)))
+    nearer, decisive = int((near < far).sum()), int((near != far).sum())
+    return True if decisive >= _ENOUGH and nearer >= _SURE * decisive else None
+
+
+def _views_of(given: Tensor, rows: Tensor, views: int) -> Tensor | None:
+    """What the loader gave, as (records, views, …), if `rows` may be made of it."""
+    if rows.shape[:1] != (len(given) * views,) or given.dtype != rows.dtype:
+        return None
+    given = given.detach().to(rows.device)
+    if given.shape[1:] == rows.shape[1:]:
+        return given.unsqueeze(1).expand(-1, views, *given.shape[1:])
+    return given if given.shape[1:] == (views, *rows.shape[1:]) else None
+
+
 def order_of_views(given: Tensor, rows: Tensor, views: int) -> str | None:
     """'record' (all rows of one record, then the next), 'view', or None if it cannot be seen.
 
     `given` is what the loader gave, n records or n × views rows of them; `rows` is what was made of
     it. Augmented rows are not equal to their record, but nearer to it than to another.
     """
-    if rows.shape[:1] != (len(given) * views,) or given.dtype != rows.dtype:
-        return None
-    given = given.detach().to(rows.device)
-    if given.shape[1:] == rows.shape[1:]:
-        given = given.unsqueeze(1).expand(-1, views, *given.shape[1:])
-    elif given.shape[1:] != (views, *rows.shape[1:]):
+    known = _views_of(given, rows, views)
+    if known is None:
         return None
     by_record, by_view = (
         (rows.detach().double() - order.flatten(0, 1).double()).view(len(rows), -1).norm(dim=1)
-        for order in (given, given.transpose(0, 1))
+        for order in (known, known.transpose(0, 1))
     )
     for name, near, far in ("record", by_record, by_view), ("view", by_view, by_record):
         nearer, decisive = int((near < far).sum()), int((near != far).sum())

@@ -23,6 +23,7 @@ from dpspan.public.data import (
 from dpspan.public.fingerprints import Sieve, leaves
 from dpspan.public.unchanged import stamp
 from dpspan.support.progress import watched
+from dpspan.support.units import Units
 
 _COMPARED = 512  # private records compared at a time
 
@@ -54,13 +55,16 @@ def encodings(dataset: Any) -> list[Encoded]:
     return [found for each in behind if each is not None for found in encodings(each)]
 
 
-def refuse_overlap(private: DataLoader[Any], public: Iterable[PublicData]) -> None:
+def refuse_overlap(
+    private: DataLoader[Any], public: Iterable[PublicData], units: Units | None = None
+) -> None:
     """ValueError if public samples are copies of private records, whatever their labels.
 
     All public data are compared in one pass over the records, by the loader's workers. Exact copies
     only: rounding, another shape, random augmentation and padding that no attention mask marks all
     hide one, and so does a column that numbers the records. The outcome depends on private data, so
-    it is an error for the operator to read, never part of a log or certificate.
+    it is an error for the operator to read, never part of a log or certificate. With `units` it
+    says how many of them have such records.
     """
     public = dict.fromkeys(public)
     if encoded := encodings(private.dataset):
@@ -75,26 +79,32 @@ def refuse_overlap(private: DataLoader[Any], public: Iterable[PublicData]) -> No
         return
     seen = stamp(private)
     asked = [each for each in public if seen not in each.sieve.cleared]
-    copies: list[set[bytes]] = [set() for _ in asked]
-    for _, found in _compared(private, [each.sieve for each in asked]) if asked else ():
+    copies: list[dict[int, bytes]] = [{} for _ in asked]
+    first = 0
+    for records, found in _compared(private, [each.sieve for each in asked]) if asked else ():
         for known, new in zip(copies, found, strict=True):
-            known.update(new.values())
+            known.update({first + place: copy for place, copy in new.items()})
+        first += records
     for each, known in zip(asked, copies, strict=True):
-        refuse_copies(each, known)
+        whose = None if units is None else len({int(units.owners[place]) for place in known})
+        refuse_copies(each, known.values(), whose)
     if seen is not None and seen == stamp(private):  # nothing changed meanwhile
         for each in asked:
             each.sieve.cleared.add(seen)
 
 
-def refuse_copies(public: PublicData, private: Iterable[bytes]) -> None:
-    """ValueError if public samples have the fingerprints of private records."""
+def refuse_copies(public: PublicData, private: Iterable[bytes], units: int | None = None) -> None:
+    """ValueError if public samples have the fingerprints of private records, of so many units."""
     copied = public.sieve.places(private)
     if copied:
+        whose = "" if units is None else f", as records of {units} units"
+        ids = "" if units is None else " and their ids with .indices of what it returns"
         raise ValueError(
             f"{len(copied)} of the {public.count} samples of the public data '{public.name}' also "
-            f"occur in the private dataset (exact copies, e.g. public sample {copied[0]}). Remove "
-            "those records from the private data with dpspan.without_public(private, public), or "
-            "give other public data. This message depends on private data: do not publish it."
+            f"occur in the private dataset (exact copies, e.g. public sample {copied[0]}){whose}. "
+            "Remove those records from the private data with dpspan.without_public(private, "
+            f"public){ids}, or give other public data. This message depends on private data: do "
+            "not publish it."
         )
 
 

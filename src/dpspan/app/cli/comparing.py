@@ -126,7 +126,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
             paid = read_json(folder.ledger)
     private, test = parts.private, parts.test
     assert test is not None
-    records = first.data.records or len(private.dataset)
+    records = first.data.records or private.count
     contenders = [
         contender_of(name, config, parts.public, records=records, chosen=chosen, paid=paid)
         for name, config in settings.items()

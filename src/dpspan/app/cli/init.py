@@ -14,6 +14,10 @@ from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
 from dpspan.support.checks import near
 
 _Keys = dict[str, Any]
+_LIKE_AN_ID = re.compile(  # patient_id, user-uuid, SSN, patientID; neither grid nor valid
+    r"(?i:(.*[\W_])?(id|uuid|guid|ssn|mrn|email|patient|subject|person|user|customer|client))"
+    r"|.*[a-z](ID|Id)"
+)
 
 
 @app.command()
@@ -44,6 +48,14 @@ def init(
     if out.exists() and not force:
         raise ValueError(f"{out} exists already: pass --force to replace it, or --out.")
     private = _source(data, label, "train")
+    likely = [name for name in _names(private) if _LIKE_AN_ID.fullmatch(name)]
+    unit = None
+    for name in likely if interactive else ():
+        if typer.confirm(f"'{name}' looks like an id. May a person have several records?"):
+            unit = name
+            if not isinstance(private["inputs"], str):
+                private["inputs"] = [each for each in private["inputs"] if each != name]
+            break
     own_test = _source(test or data, label, "test")
     if test is None and (own_test.get("inputs"), own_test.get("labels")) != ("x_test", "y_test"):
         own_test = {}  # only an npz file may hold both
@@ -54,6 +66,8 @@ def init(
         "test": own_test,
         "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
         "folder": str(folder),
+        "unit": unit,
+        "likely_unit": likely[0] if likely else None,
     }
     numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
     from jinja2 import StrictUndefined, Template
@@ -106,6 +120,15 @@ def _source(path: Path, label: str | None, part: str) -> _Keys:
             "images: rename the file, or write the configuration by hand."
         )
     return {"format": kind, "path": str(path), **keys}
+
+
+def _names(source: _Keys) -> list[str]:
+    """Of columns that are no labels, or of arrays."""
+    if source["format"] == "npz":
+        from dpspan.app.data import array_names
+
+        return array_names(Path(source["path"]))
+    return list(source.get("inputs", ()))
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Keys:

@@ -94,7 +94,7 @@ def compare(
     budget = task.budget
     if not isinstance(budget, Budget):
         raise ValueError("Expected a task with a Budget: what is compared has one price.")
-    warn_of_weaknesses(budget.epsilon, budget.delta, task.count)
+    warn_of_weaknesses(budget.epsilon, budget.delta, task.count, unit=task.protects)
     everyone, out = with_baselines(task, contenders), Path(out).absolute()
     _check_folders(everyone)
     with locked(out):
@@ -303,7 +303,7 @@ def _add(
         if own is not None:  # a run on public data pays for nothing, whatever it was given
             releases = own if _known_as(paid) in paid_for else releases
             paid_for.add(_known_as(paid))
-    notes = {key: spent[key] for key in ("warnings", "invalid", "public")}
+    notes = {key: spent[key] for key in ("unit", "warnings", "invalid", "public") if key in spent}
     steps = sum(count for _, count in releases)
     counted = {"events": releases_to_json(releases), "steps": steps}
     together.load_state_dict({**Ledger().state_dict(), **notes, **counted})

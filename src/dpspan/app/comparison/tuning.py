@@ -86,12 +86,18 @@ class RowSearch:
 
     def make(self, each: Try) -> None:
         """Train on a part of the records, and write down how many of the others it has right."""
-        order = np.random.default_rng(each.seed).permutation(len(self.task.private)).tolist()  # type: ignore[arg-type]
+        units = self.task.units
+        order = np.random.default_rng(each.seed).permutation(self.task.drawn)
         held_out = max(1, round(_HELD_OUT * len(order)))
+        parts = np.split(order, [held_out])
+        if units is not None:  # a unit is in one of the two, with all of its records
+            parts = [np.concatenate([units.members[unit] for unit in part]) for part in parts]
+        test, private = (Subset(self.task.private, part.tolist()) for part in parts)
         task = dataclasses.replace(
             self.task,
-            private=Subset(self.task.private, order[held_out:]),
-            test=Subset(self.task.private, order[:held_out]),
+            private=private,
+            test=test,
+            unit=None if units is None else units.owners[parts[1]].tolist(),
             epochs=max(1, round(each.share * self.task.epochs)),
             records=None,
         )

@@ -6,7 +6,7 @@ Everything in it is public: it is copied into the run's folder and quoted by the
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.app.config.sections import (
@@ -20,6 +20,7 @@ from dpspan.app.config.sections import (
 from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
 from dpspan.app.section import ConfigError as ConfigError
 from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text, refuse
+from dpspan.support.units import RECORDS_PER_UNIT
 
 AnySource = Annotated[
     Npz | Idx | ImageFolder | Csv | Parquet | HuggingFace, Field(discriminator="format")
@@ -33,6 +34,10 @@ class DataSection(Section):
     see what is computed on the test data; without it test results are unprivate. `records` is
     about how many private records there are, as a public number: the sampling rate is batch size /
     records. Without it the exact number is used, and the certificate tells it.
+
+    `unit` is the column (or array) of the private data with one id a record, if a person may have
+    several: then all of them are protected together, and batch_size and `records` count units.
+    A step uses at most `records_per_unit` of one unit.
     """
 
     classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)]
@@ -41,6 +46,14 @@ class DataSection(Section):
     test: AnySource | None = None
     test_is_public: bool = False
     records: Count | None = None
+    unit: str | None = None
+    records_per_unit: Count = RECORDS_PER_UNIT
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without settings that older folders do not know, if they are not used."""
+        hidden = () if self.unit is not None else ("unit", "records_per_unit")
+        return {key: value for key, value in dump(self).items() if key not in hidden}
 
     @model_validator(mode="after")
     def _private_data_are_private_only(self) -> Self:
@@ -52,6 +65,9 @@ class DataSection(Section):
                     f"These are the records of data.private itself ({source.path}): give data of "
                     "other people here.",
                 )
+        inputs = getattr(self.private, "inputs", ())
+        if self.unit in ([inputs] if isinstance(inputs, str) else inputs):
+            refuse("unit", "Expected a column that is not among the inputs: take it out there.")
         return self
 
 

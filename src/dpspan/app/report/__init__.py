@@ -61,6 +61,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     warnings = {warning for each in certificates for warning in each["warnings"]}
     broken = [each["not_private_because"] for each in certificates if not each["private"]]
     said = found.comparison or {}
+    unit = "unit" if "unit" in most.certificate["adjacency"] else "record"
     accuracy, loss = (_with(name, include_unprivate, runs) for name in _METRICS)
     metric = accuracy or loss
     rows = [_row(name, group, metric) for name, group in found.groups.items()]
@@ -80,11 +81,12 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "verdicts": [*said.get("verdicts", ()), *said.get("unprivate_verdicts", ())],
         "pictures": figures.pictures(found, metric, loss, values),
         "spent": _alone(most.certificate),
+        "unit": unit,
         "records_told": any(each.get("discloses_number_of_records") for each in certificates),
         "guess": best_guess(epsilon, delta),
         "detection": detection(epsilon, delta, 0.01),
         "public": _public(runs),
-        "warnings": sorted(warnings.union(weaknesses(epsilon, delta))),
+        "warnings": sorted(warnings.union(weaknesses(epsilon, delta, unit=unit))),
     }
 
 

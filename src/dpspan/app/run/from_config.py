@@ -44,6 +44,7 @@ from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
+from dpspan.support.units import Units
 
 _SECRET = "This message depends on private data: do not publish it."
 _GO_BACK = "Go back to those, or choose another output folder."
@@ -107,7 +108,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
     private, name = parts.private.dataset, folder.path.resolve().name
-    records = config.data.records or len(private)
+    records = config.data.records or parts.private.count
     return Run(
         task=task_of(config, parts.private, private, test, model=lambda: parts.model),
         contender=contender_of(name, config, parts.public, records=records, chosen=chosen),
@@ -138,12 +139,15 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     """
     data, device = config.data, device_of(config)
     private, public = _load("data.private", data.private, config), {}
+    if data.unit is not None:
+        private = replace(private, units=_units(config, len(private.dataset)))
     for name, source in data.public.items():
         read = _load(f"data.public.{name}", source, config, private, public=True)
         public[name] = PublicData.of(read.tensors, name=name)
     test = None if data.test is None else _load("data.test", data.test, config, private)
-    count = data.records or len(private.dataset)  # stated, or told by the sampling rate
-    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count)
+    count = data.records or private.count  # stated, or told by the sampling rate
+    what = "record" if private.units is None else "unit"
+    warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count, unit=what)
     layer = _layer(config, public, device, features)
     if layer is not None:
         private = replace(private, dataset=encode(layer, private.dataset))
@@ -194,6 +198,30 @@ def _load(
         cure = "they say nothing about new records, and an audit must not use them"
         warnings.warn(f"dpspan: {found}: {cure}. {_SECRET}", stacklevel=2)
     return loaded
+
+
+def _units(config: Config, records: int) -> Units:
+    """Whose the private records are; refuses those whose other records are public."""
+    data, unit = config.data, str(config.data.unit)
+    ids = data.private.ids(unit)
+    if ids is None:
+        where = f"{data.private.path}, which has none '{unit}'"
+        raise ValueError(f"Expected data.unit to be a column (or array) of {where}.")
+    units = Units.of(ids, data.records_per_unit, records=records, name="data.unit")
+    private, tests = set(map(str, ids)), {} if data.test is None else {"data.test": data.test}
+    others = {f"data.public.{name}": source for name, source in data.public.items()} | tests
+    for where, source in others.items():
+        known = private.intersection(map(str, source.ids(unit) or ()))
+        found = f"{len(known)} units of {where} also occur in the private data, by {unit}"
+        if known and (where not in tests or data.test_is_public):
+            raise ValueError(
+                f"{found}: what is public of them cannot be private. Take their records out of one "
+                f"of the two. {_SECRET}"
+            )
+        if known:
+            new = "they say nothing about new units"
+            warnings.warn(f"dpspan: {found}: {new}. {_SECRET}", stacklevel=2)
+    return units
 
 
 def _layer(
@@ -356,6 +384,8 @@ def task_of(
         warm_start=warm_start,
         test_is_public=config.data.test_is_public,
         records=config.data.records,
+        unit=like.units,
+        records_per_unit=config.data.records_per_unit,
         accountant=config.budget.accountant,
         physical_batch_size=config.training.physical_batch_size,
         cuda_graphs=config.training.cuda_graphs,
@@ -420,6 +450,7 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
         parts.public,
         **settings.model_dump(),
         records=config.data.records,
+        unit=parts.private.units,
         seed=config.training.seed,
     )
     accountant = config.budget.accountant

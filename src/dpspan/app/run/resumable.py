@@ -93,7 +93,8 @@ class Run:
             self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
-        self._ledger.warn(*weaknesses(None, task.budget.delta, task.count))
+        found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
+        self._ledger.warn(*found)
         self._note_unprivate()
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
@@ -190,7 +191,8 @@ class Run:
         assert start is not None
         self._ledger = ledger = folder.open_ledger(task.accountant, task.budget)
         data = PublicData.of(start.data)
-        refuse_overlap(DataLoader(task.private), [data])  # or it is not free
+        refuse_overlap(DataLoader(task.private), [data], task.units)  # or it is not free
+        ledger.protect(task.protects)
         model = self.training.model = task.new_model(self.seed)
         self._note_unprivate()
         lines = [self._measured()]

@@ -25,6 +25,7 @@ from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.engine import PrivacyEngine
+from dpspan.engine.plan import units_of
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.data import PublicData, move
@@ -36,6 +37,7 @@ from dpspan.support.errors import BudgetExceeded
 from dpspan.support.left_as_found import left_as_found
 from dpspan.support.randomness import seeded
 from dpspan.support.strict_json import plain
+from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 PUBLIC_ONLY = "public only"
 
@@ -74,6 +76,9 @@ class Task:
         test_is_public: declares that the test records are nobody's secret.
         records: about how many private records there are, as a public number: the sampling rate is
             batch_size / records. Without it the exact number is used, and certificates tell it.
+            With `unit`, about how many units.
+        unit: as for `make_private`: one id a record, if a person may have several.
+        records_per_unit: most records of one unit in a step.
         accountant: "pld" or "rdp".
         physical_batch_size: most samples to process at once.
         cuda_graphs: as for `make_private`.
@@ -93,6 +98,8 @@ class Task:
     criterion: nn.Module = field(default_factory=nn.CrossEntropyLoss)
     test_is_public: bool = False
     records: int | None = None
+    unit: Ids | Units | None = field(default=None, repr=False)
+    records_per_unit: int = RECORDS_PER_UNIT
     accountant: str = "pld"
     physical_batch_size: int | None = None
     cuda_graphs: bool = False
@@ -108,10 +115,25 @@ class Task:
 
     @property
     def count(self) -> int:
-        """About how many private records there are: as stated, or what the sampling rate tells."""
-        records = self.records or len(self.private)  # type: ignore[arg-type]
+        """About how many private records, or units: as stated, or what the sampling rate tells."""
+        records = self.records or self.drawn
         expect(records > 0, "at least 1 private record", records)
         return records
+
+    @functools.cached_property
+    def units(self) -> Units | None:
+        """Whose records they are."""
+        return units_of(self.unit, self.records_per_unit, in_batches(self.private, self.batch_size))
+
+    @property
+    def protects(self) -> str:
+        """One "record", or one "unit" of them."""
+        return "record" if self.unit is None else "unit"
+
+    @property
+    def drawn(self) -> int:
+        """How many records, or units, batches are drawn from."""
+        return len(self.private if self.units is None else self.units)  # type: ignore[arg-type]
 
     @property
     def sample_rate(self) -> float:
@@ -260,6 +282,7 @@ def settings_of(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
         "seed": seed,
         **dataclasses.asdict(task.budget),
         **{name: getattr(task, name) for name in shared},
+        **({} if task.unit is None else {"records_per_unit": task.records_per_unit}),
         "criterion": str(task.criterion),
         "metric": task.metric("accuracy"),
     }
@@ -289,7 +312,7 @@ class Training:
         if sample_rate is None and task.records is not None:
             sample_rate = task.sample_rate
         rate = sample_rate or task.sample_rate
-        draw = PoissonDraw.one_pass(records=len(task.private), sample_rate=rate)  # type: ignore[arg-type]
+        draw = PoissonDraw.one_pass(records=task.drawn, sample_rate=rate)
         self.steps = task.epochs * draw.steps_per_epoch
         z, budget = noise_multiplier, task.budget
         if isinstance(budget, FixedNoise):
@@ -312,6 +335,7 @@ class Training:
             sample_rate=sample_rate,
             expected_batch_size=float(task.batch_size),
             max_physical_batch_size=task.physical_batch_size,
+            unit=task.units,
             cuda_graphs=task.cuda_graphs,
         )
         self._rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -1,5 +1,6 @@
 """nn.Conv1d, Conv2d and Conv3d with groups, stride, dilation and every padding mode."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import grad as conv_grad
 
+from dpspan.gradients.layers.groups import Groups
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import (
     Factored,
@@ -141,12 +143,14 @@ class Patches(Factored):
         pad = [side for p in reversed(self.padding) for side in (p, p)]
         return kernels.patch_products(F.pad(x, pad), b, self.weight[2:], self.stride, self.dilation)
 
-    def merged(self, views: int) -> Rows:
+    def merged(self, groups: Groups) -> Rows:
         def rows(i: int, j: int) -> Tensor:
-            return Rows(self.rows_to_keep(i * views, j * views)).merged(views).values
+            start, stop, part = groups.between(i, j)
+            return part.added_up(self.rows_to_keep(start, stop))
 
-        numbers = views * self.weight.numel()
-        return Rows(by_blocks(rows, self.samples // views, numbers, self.x))
+        samples = groups.samples(self.samples)
+        numbers = math.ceil(self.samples / max(1, samples)) * self.weight.numel()
+        return Rows(by_blocks(rows, samples, numbers, self.x))
 
     def double(self) -> Self:
         return replace(self, x=self.x.double(), b=self.b.double())

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from dpspan.gradients.layers.groups import Groups
 from dpspan.gradients.layers.linear import as_sequence
 from dpspan.gradients.layers.terms import COST_OF_FLOAT64, Factored, Term, by_blocks, compact, kept
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
@@ -78,10 +79,8 @@ class Lookup(Factored):
         depth, width = self.b.shape[1:]
         return compact(self, self.entries * width, depth * (width + 1))
 
-    def merged(self, views: int) -> Self:
-        length = views * self.index.shape[1]
-        index, b = self.index.reshape(-1, length), self.b.reshape(-1, length, self.b.shape[2])
-        return replace(self, index=index, b=b)
+    def merged(self, groups: Groups) -> Self:
+        return replace(self, index=groups.in_line(self.index), b=groups.in_line(self.b))
 
 
 def embedding_terms(module: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Term]]:

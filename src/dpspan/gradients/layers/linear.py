@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from dpspan.gradients.layers.groups import Groups
 from dpspan.gradients.layers.terms import (
     COST_OF_FLOAT64,
     Factored,
@@ -78,9 +79,9 @@ class Outer(Factored):
         d_in, d_out = self.a.shape[2], self.b.shape[2]
         return compact(self, d_in * d_out, self.depth * (d_in + d_out))
 
-    def merged(self, views: int) -> Term:
-        # A sum over the sequences of all views is one over a longer sequence.
-        return Outer(*(x.reshape(-1, views * self.depth, x.shape[2]) for x in (self.a, self.b)))
+    def merged(self, groups: Groups) -> Term:
+        # A sum over the sequences of several rows is one over a longer sequence.
+        return Outer(*map(groups.in_line, (self.a, self.b)))
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         a, b = full_precision(self.a), full_precision(self.b)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dpspan.gradients.layers.groups import Groups
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
 # Working memory of one block of samples. On a CPU larger temporaries cost more than they save: they
@@ -115,8 +116,8 @@ class Term(ABC):
         return self
 
     @abstractmethod
-    def merged(self, views: int) -> Term:
-        """Every `views` rows, which belong to one record, added up to one."""
+    def merged(self, groups: Groups) -> Term:
+        """The rows that belong to one sample added up to one."""
 
 
 def blocks(samples: int, numbers_per_sample: int, like: Tensor) -> Iterator[tuple[int, int]]:
@@ -173,9 +174,17 @@ def _has_triton() -> bool:
 
 def only_first(term: Term, count: int) -> Term:
     """The term as it was recorded, with zeros for all samples but the first `count`."""
+    return _with_rows(term, lambda x: torch.cat([x[:count], torch.zeros_like(x[count:])]))
+
+
+def weighted(term: Term, weights: Tensor) -> Term:
+    """The term as it was recorded, each row times its weight."""
+    return _with_rows(term, lambda x: x * weights.to(x.dtype).view(-1, *([1] * (x.dim() - 1))))
+
+
+def _with_rows(term: Term, change: Callable[[Tensor], Tensor]) -> Term:
     name = "values" if isinstance(term, Rows) else "b"
-    x: Tensor = getattr(term, name)
-    return replace(term, **{name: torch.cat([x[:count], torch.zeros_like(x[count:])])})  # type: ignore[type-var]
+    return replace(term, **{name: change(getattr(term, name))})  # type: ignore[type-var]
 
 
 class Factored(Term):
@@ -228,8 +237,8 @@ class Rows(Term):
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
         return weighted_sum(self.flat(), weights, dropped)
 
-    def merged(self, views: int) -> Rows:
-        return Rows(full_precision(self.values).unflatten(0, (-1, views)).sum(1))
+    def merged(self, groups: Groups) -> Rows:
+        return Rows(groups.added_up(full_precision(self.values)))
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.values * factor)
@@ -244,8 +253,8 @@ class _Several(Term):
 
     parts: Sequence[Term]
 
-    def merged(self, views: int) -> Self:
-        return type(self)([part.merged(views) for part in self.parts])
+    def merged(self, groups: Groups) -> Self:
+        return type(self)([part.merged(groups) for part in self.parts])
 
     def scaled(self, factor: float) -> Self:
         return type(self)([part.scaled(factor) for part in self.parts])
