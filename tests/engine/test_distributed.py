@@ -211,6 +211,8 @@ def test_the_parts_of_all_processes_are_one_draw(
     for same_piece in zip(*parts, strict=True):
         sizes = [piece.samples for piece, _ in same_piece]
         assert max(sizes) - min(sizes) <= (limit or 1)
+        for piece, _ in same_piece:
+            assert piece.most == max(sizes) == sizes[0]
         if same_piece[0][0].first:
             together.append([])
         for piece, batch in same_piece:

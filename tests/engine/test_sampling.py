@@ -368,7 +368,7 @@ def test_an_empty_step_hands_over_a_batch_like_any_other(kind):
     loader, pieces = scripted(record, collate_fn=collate)
     batches = list(loader)
     assert pieces == [
-        Piece(size, max(1, size), padded=False, first=True, last=True) for size in SIZES
+        Piece(size, max(1, size), padded=False, first=True, last=True, most=size) for size in SIZES
     ]
     for indices, batch in zip(SCRIPT, batches, strict=True):
         assert flat(batch) == flat(collate([record(i) for i in indices or (0,)]))

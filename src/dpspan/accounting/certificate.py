@@ -91,6 +91,8 @@ def certificate(
 def weights_sha256(weights: Mapping[str, Any]) -> str:
     """SHA-256 over a state_dict: name, dtype, shape and bytes of each tensor, sorted by name.
 
+    A sharded tensor counts as the whole one, for which all processes must ask together.
+
     Examples:
         >>> import torch
         >>> from dpspan.accounting.certificate import weights_sha256
@@ -99,11 +101,13 @@ def weights_sha256(weights: Mapping[str, Any]) -> str:
     """
     import torch  # here: a fit of a table needs none
 
+    from dpspan.support.sharded import whole
+
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         if isinstance(tensor, torch.Tensor):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            raw = whole(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
             digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
 

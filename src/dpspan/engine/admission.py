@@ -26,6 +26,7 @@ from dpspan.public.patches import PatchFeatures
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
+from dpspan.support.sharded import Shards, check_sharding, local
 from dpspan.support.units import Units
 
 _ROUNDS = 2  # the record first, and last
@@ -36,10 +37,15 @@ _SHOWN, _READ = 128, 8192  # records by which processes compare datasets, read a
 
 
 def check_parts(
-    module: nn.Module, optimizer: Optimizer, criterion: nn.Module | None, loss_reduction: str
+    module: nn.Module,
+    optimizer: Optimizer,
+    criterion: nn.Module | None,
+    loss_reduction: str,
+    processes: Processes,
 ) -> None:
     """Refuse a model, an optimizer or a loss for which the guarantee would not hold."""
     refuse_wrappers(module)
+    check_sharding(module, processes)
     check_criterion(criterion, loss_reduction, module)
     validate(module)
     check_device(module)
@@ -53,6 +59,31 @@ def check_parts(
         )
 
 
+def refuse_with_shards(
+    module: nn.Module,
+    method: Method,
+    *,
+    warm_start: WarmStart | None,
+    cuda_graphs: bool,
+    unit: object,
+) -> None:
+    """Refuse what a sharded model cannot have."""
+    refused = {
+        "cuda_graphs=True cannot record a sharded model, which is gathered anew in every step: "
+        "leave it out.": cuda_graphs,
+        "warm_start= trains a whole model: run the warm start before fully_shard "
+        "(warm_start.run(model, criterion)), or leave it out.": warm_start is not None,
+        "diagnose= measures whole gradients, and of a sharded model each process has a part: "
+        "leave it out.": getattr(method, "diagnose", 0),
+        "unit= of a sharded model is not supported: processes look at the model by the first one's "
+        "records, and with units that may be none. Leave out unit=, or fully_shard.": unit
+        is not None,
+    }
+    for why, asked_for in refused.items():
+        if asked_for and Shards(module):
+            raise ValueError(why)
+
+
 def same_beginning(
     processes: Processes,
     plan: Plan,
@@ -64,7 +95,8 @@ def same_beginning(
     """One plan, the same records and the first process's weights in all; or an error in all."""
     if processes.world == 1:
         return
-    kinds = [(n, *x.shape, str(x.dtype), x.requires_grad) for n, x in weights_of(module).items()]
+    every = [*module.named_parameters(), *module.named_buffers()]
+    kinds = [(n, *x.shape, str(x.dtype), x.requires_grad) for n, x in every]
     owners = None if units is None else hashlib.blake2b(units.owners.tobytes()).hexdigest()
     processes.agree({"plan": plan.describe(), "model": kinds, "units": owners})
     # If position i meant other records, one of them could take part twice in one batch.
@@ -115,7 +147,7 @@ def check_device(module: nn.Module) -> None:
     """Refuse a device without float64 (Apple's MPS): norms and noise are computed in it."""
     for name, parameter in module.named_parameters():
         try:
-            parameter.new_zeros(1, dtype=torch.float64)
+            local(parameter).new_zeros(1, dtype=torch.float64)
         except (TypeError, RuntimeError) as error:
             raise ValueError(
                 f"Parameter '{name}' is on {parameter.device}, which has no float64. "

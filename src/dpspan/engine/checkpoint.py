@@ -57,14 +57,19 @@ def load_file(path: str | Path | BinaryIO, keys: set[str]) -> dict[str, Any]:
             state = json.loads((file.metadata() or {})[_STATE])
             content = {name: _decode(value, file) for name, value in state.items()}
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError):
-        raise ValueError(  # whose own words may quote the file
-            f"{path} is not a complete dpspan checkpoint (truncated, or another file). Restore it "
-            "from a copy, or remove it and train anew (`dpspan train CONFIG --resume`): what was "
-            "spent stays spent."
-        ) from None
+        raise damaged(path) from None  # whose own words may quote the file
     if set(content) != keys:
         raise ValueError(f"{path} is not a dpspan checkpoint: expected the entries {sorted(keys)}.")
     return content
+
+
+def damaged(path: str | Path) -> ValueError:
+    """The error about a checkpoint that cannot be read."""
+    return ValueError(
+        f"{path} is not a complete dpspan checkpoint (truncated, or another file). Restore it from "
+        "a copy, or remove it and train anew (`dpspan train CONFIG --resume`): what was spent "
+        "stays spent."
+    )
 
 
 def _encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:

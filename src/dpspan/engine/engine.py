@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -15,17 +16,25 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
-from dpspan.engine.admission import PublicUse, admit_public, check_parts, same_beginning
+from dpspan.engine.admission import (
+    PublicUse,
+    admit_public,
+    check_parts,
+    refuse_with_shards,
+    same_beginning,
+)
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.plan import Plan, plan_run, plan_sampling, units_of
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
+from dpspan.engine.shard_folder import load_folder, save_folder
 from dpspan.mechanisms import DPSGD, Method, Setting
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count
 from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.errors import CaptureError
 from dpspan.support.moved import without_retired_options
+from dpspan.support.sharded import Shards
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 _logger = logging.getLogger(__name__)
@@ -158,6 +167,9 @@ class PrivacyEngine:
                 "so that both spend from the same budget."
             )
         method = DPSGD() if method is None else method
+        refuse_with_shards(
+            module, method, warm_start=warm_start, cuda_graphs=cuda_graphs, unit=unit
+        )
         processes = self._join()
         with processes.together():
             units = units_of(unit, records_per_unit, data_loader)
@@ -180,7 +192,7 @@ class PrivacyEngine:
                 units=units,
                 accountant=self.ledger.accountant,
             )
-            check_parts(module, optimizer, criterion, loss_reduction)
+            check_parts(module, optimizer, criterion, loss_reduction, processes)
         same_beginning(processes, plan, module, data_loader, units, self._warn)
         setting = Setting(
             model=module,
@@ -318,7 +330,8 @@ class PrivacyEngine:
         """What was spent and how, as a JSON document.
 
         `training.weights_sha256` tells which weights it is about: see
-        `dpspan.accounting.certificate.weights_sha256`.
+        `dpspan.accounting.certificate.weights_sha256`. Of a sharded model it is that of the whole
+        weights, which are gathered one by one: all processes must ask, before `detach`.
         """
         run = self._running()
         run.guard.warn_of_unknowns()
@@ -404,21 +417,34 @@ class PrivacyEngine:
         """Write engine, model, optimizer and `checkpoint_dict` to one file, all or nothing.
 
         Or into a file that is open for bytes, such as `io.BytesIO()`. Of several processes the
-        first one writes; all of them load.
+        first one writes; all of them load. A sharded model is saved into a folder: every process
+        calls this, and writes its shards.
         """
-        content = {
-            "engine": self.state_dict(),
-            "module": module.state_dict(),
-            "optimizer": None if optimizer is None else optimizer.state_dict(),
-            "checkpoint_dict": checkpoint_dict or {},
-        }
+        sharded = bool(Shards(module))
+        with self.processes.together() if sharded else nullcontext():
+            content = {
+                "engine": self.state_dict(),
+                "module": module.state_dict(),
+                "optimizer": None if optimizer is None else optimizer.state_dict(),
+                "checkpoint_dict": checkpoint_dict or {},
+            }
+        if sharded:
+            return save_folder(path, content, self.processes)
         return save_file(path, content) if self.processes.is_first else None
 
     def load_checkpoint(
         self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Restore `save_checkpoint` into a run that was set up in the same way."""
-        content = load_file(path, {"engine", "module", "optimizer", "checkpoint_dict"})
+        """Restore `save_checkpoint` into a run that was set up in the same way.
+
+        What was saved of a sharded model may be loaded into more or fewer processes, or into one
+        model that is not sharded.
+        """
+        keys = {"engine", "module", "optimizer", "checkpoint_dict"}
+        if isinstance(path, str | Path) and (Shards(module) or Path(path).is_dir()):
+            content = load_folder(path, keys, module, self.processes)
+        else:
+            content = load_file(path, keys)
         if optimizer is not None and content["optimizer"] is None:
             raise ValueError(f"{path} holds no optimizer state: load it without optimizer=.")
         # The books first: weights must never be restored without what they cost.

@@ -15,6 +15,7 @@ from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.randomness import fresh_seed, seeded
+from dpspan.support.sharded import name_of
 from dpspan.support.units import Ids, Units
 
 _SPREAD = 2.33  # standard deviations of a Poisson draw: the normal's 99th percentile
@@ -186,7 +187,7 @@ def plan_run(
         expected_batch_size=check_positive("expected_batch_size", expected_batch_size),
         loss_reduction=loss_reduction,
         views=check_count("views", views),
-        model=type(module).__name__,
+        model=name_of(module),
         trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
         accountant=accountant,
         tells_records=sample_rate is None,

@@ -5,6 +5,7 @@ the last piece the step is entered in the ledger, noise is drawn once, and the n
 param.grad for any torch optimizer.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -44,8 +45,9 @@ class PrivateRun:
     ) -> None:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
         self._module, self._ledger, self.processes = setting.model, ledger, setting.processes
-        self._noise = Noise(None if seed is None else seed + 1)  # not the numbers of the sampling
-        self._capture = Capture(self._module)
+        # Not the numbers of the sampling; and processes draw the noise of different shards.
+        self._noise = Noise(None if seed is None else seed + 1 + (self.processes.rank << 40))
+        self._capture = Capture(self._module, self.processes)
         self._mean_loss = plan.loss_reduction == "mean"
         self._graphs: Graphs | None = None
         if cuda_graphs:
@@ -84,7 +86,7 @@ class PrivateRun:
         self._piece = piece
         with self.processes.together():
             rows = piece.size if piece.padded else None
-            self.guard.expect(piece.samples, rows=rows, new_epoch=new_epoch)
+            self.guard.expect(piece.samples, rows=rows, most=piece.most, new_epoch=new_epoch)
         # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
         # dropped, as is what stand-ins bring that fill up a padded piece.
         self._capture.expect(
@@ -128,6 +130,7 @@ class PrivateRun:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Optimizer hook: put the released gradient where the optimizer looks for it."""
+        self._capture.shards.reshard()
         check_optimizer(optimizer, self._module)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -158,7 +161,7 @@ class PrivateRun:
         total, self._total = self._total, {}
         with processes.together():
             self._charge()  # before anything is released; raises if the budget does not allow it
-        released = self._release(processes.add_up(total))
+        released = self._release(self._common(total, processes.add_up))
         gradient = self.mechanism.gradient(released)  # post-processing
         torch._foreach_div_(list(gradient.values()), self.plan.expected_batch_size)
         self._hand_over(gradient)
@@ -178,13 +181,23 @@ class PrivateRun:
     def _add(self, part: Sums) -> None:
         self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
 
+    def _common(self, sums: Sums, travel: Callable[[Sums], Sums]) -> Sums:
+        """The sums, where those travel of which processes do not keep a shard each."""
+        shards = self._capture.shards
+        if not shards:
+            return travel(sums)
+        return sums | travel({name: x for name, x in sums.items() if name not in shards})
+
     def _release(self, total: Sums) -> Sums:
-        """By the first process alone: the others hold no sum over all samples, and no noise."""
+        """By the first process: the others hold no sum over all samples, except for their shards.
+
+        Whatever else they release here is of no use, and the first one's takes its place.
+        """
         if self.processes.world == 1:
             return self.mechanism.release(total, self._noise, self.plan.noise_multiplier)
         released = total
         with self.processes.together():
-            if self.processes.is_first:
+            if self.processes.is_first or self._capture.shards:
                 released = self.mechanism.release(total, self._noise, self.plan.noise_multiplier)
             known, made = ({n: (x.shape, x.dtype) for n, x in s.items()} for s in (total, released))
             if made != known:
@@ -192,7 +205,7 @@ class PrivateRun:
                     f"{type(self.mechanism).__name__}.release changes names or shapes of the sums, "
                     "so other processes cannot receive it. Do that in gradient()."
                 )
-        return self.processes.spread(released)
+        return self._common(released, self.processes.spread)
 
     def _collect(self) -> tuple[Piece, PerSampleGradients]:
         """The piece at hand and its gradients, once everything about them has been checked."""
@@ -215,6 +228,10 @@ class PrivateRun:
             self._charged_passes.add(self.loader.passes)
 
     def _hand_over(self, gradient: Gradient) -> None:
+        shards = self._capture.shards
+        shards.reshard()
+        if shards:
+            gradient = {name: shards.tensor(name, x) for name, x in gradient.items()}
         for name, parameter in self._module.named_parameters():
             # Whatever else has a gradient, a weight frozen after backward() say, has none of ours.
             value = gradient.get(name)
@@ -227,12 +244,18 @@ class PrivateRun:
 
     def weights_digest(self) -> str:
         """Of the weights now, or as the run left them."""
+        if self._last_digest == "":
+            raise RuntimeError(
+                "The certificate of a sharded model tells the digest of its whole weights, for "
+                "which all processes are needed: ask for it before detach()."
+            )
         return self._last_digest or weights_sha256(self._module.state_dict())
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer, and refuse to go on."""
         if self._last_digest is None:
-            self._last_digest = self.weights_digest()
+            # Of shards it takes all processes, and nobody waits here for those somewhere else.
+            self._last_digest = "" if self._capture.shards else self.weights_digest()
             with suppress(CaptureError):  # told again whenever something is saved or certified
                 self.guard.review()
         for hook in self._step_hooks:

@@ -120,6 +120,7 @@ class Piece(NamedTuple):
     first: bool  # first piece of its logical batch
     last: bool  # last piece of its logical batch
     units: tuple[int, ...] | None = None  # records of each unit in it, one unit after the other
+    most: int = 0  # records of this piece in the first process, which has the most
 
 
 def _cut(
@@ -152,7 +153,8 @@ def _cut(
                 drawn = [units.drawn(unit, [*seed, step]) for unit in part]
                 part, counts = list(chain(*drawn)), tuple(map(len, drawn))
             held = limit if padded and limit else max(1, len(part))
-            pieces.append(Piece(len(part), held, padded, number == 0, number == most - 1, counts))
+            last, shown = number == most - 1, sum(map(len, parts[0][number : number + 1]))
+            pieces.append(Piece(len(part), held, padded, number == 0, last, counts, shown))
             yield part or [0]
 
 

@@ -32,7 +32,9 @@ from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.planning import CaptureErrorAt, Planner
 from dpspan.gradients.stand_in import Hook, StandIn, _get_nothing, _own_forward, captures_on
+from dpspan.support.distributed import Processes, is_sharded
 from dpspan.support.errors import CaptureError
+from dpspan.support.sharded import Shards, shards_itself
 
 # Models that 0.1 pickled look for the private ones here.
 __all__ = ["Capture", "Hook", "_get_nothing", "_own_forward", "captures_on"]
@@ -47,6 +49,7 @@ class _Batch:
     units: tuple[int, ...] | None = None  # records that belong to one sample, if not one each
     live: int | None = None  # the samples in front that count, if others fill up the batch
     discard: bool = False
+    everywhere: bool = False  # whether every process has the same samples
     carriers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     graphs: Graphs | None = None
     terms: dict[str, list[Term]] = field(default_factory=dict)
@@ -92,8 +95,9 @@ class Capture:
         [5.0, 2.0]
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, processes: Processes | None = None) -> None:
+        """`processes` are those that a sharded model is spread over."""
+        self.model, self.shards = model, Shards(model, processes)
         self._names: dict[str, str] = {}  # all names of trainable parameters: the first of its own
         self._owners: dict[str, tuple[nn.Module, str]] = {}  # by first name: whose it is, and how
         self._modules = set(model.modules())  # they call it
@@ -114,6 +118,14 @@ class Capture:
         self._watched: dict[nn.Parameter, RemovableHandle] = {}
         self._stand_ins: dict[nn.Module, StandIn] = {}
         self._watch_all()
+        self._hooks: list[RemovableHandle] = []
+        if self.shards:  # in front of what gathers the model's own: to plan is to run all of it
+            ahead = Hook(lambda _, args, kwargs: self.prepare(*args, **kwargs))
+            hook = model.register_forward_pre_hook(ahead, with_kwargs=True, prepend=True)
+            self._hooks.append(hook)
+            for name, parameter in self.shards.gathered():
+                if parameter.requires_grad:
+                    self.watch(name, parameter)
         try:
             self.attach()
         except CaptureError:
@@ -128,10 +140,14 @@ class Capture:
         units: tuple[int, ...] | None = None,
         live: int | None = None,
         discard: bool = False,
+        everywhere: bool = False,
         carriers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         """Prepare for a batch of `samples`; `discard` drops what it brings.
+
+        The samples are this process's own, or the same in every one that has a shard of the model
+        (`everywhere`): sums over them are added up, or not.
 
         Of a batch that was filled up only the first `live` samples count: the gradients of the
         others are zeros. `graphs` record and replay the model.
@@ -144,7 +160,8 @@ class Capture:
         `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
         during the backward pass.
         """
-        self._batch = _Batch(samples * views, views, units, live, discard, carriers or {}, graphs)
+        rows, carriers = samples * views, carriers or {}
+        self._batch = _Batch(rows, views, units, live, discard, everywhere, carriers, graphs)
         self._watch_all()  # parameters may have been exchanged since
         if "torch._dynamo" in sys.modules:  # something may have been compiled
             hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
@@ -186,17 +203,22 @@ class Capture:
         known = next(iter(self.trained().values()), torch.empty(0))
         like = torch.empty(0, dtype=known.dtype, device=known.device)  # not sharded if that is
         return PerSampleGradients(
-            shapes, batch.terms, samples, like=like, scale=scale, counted=counted
+            shapes,
+            batch.terms,
+            samples,
+            like=like,
+            scale=scale,
+            counted=counted,
+            placement=self.shards.of_same if batch.everywhere else self.shards.of_sums,
         )
 
     @contextmanager
-    def rehearsal(self, samples: int | None = None) -> Iterator[None]:
-        """A run of the expected batch, or of so many samples, that leaves no trace."""
+    def rehearsal(self, samples: int, *, carried: bool = False) -> Iterator[None]:
+        """A run of so many samples, the same in all processes, that leaves no trace."""
         before = self.batch
-        if samples is None:
-            self._batch = replace(before, units=None, live=None, graphs=None, terms={}, heard=False)
-        else:
-            self._batch = _Batch(samples * before.views, before.views)
+        carriers = before.carriers if carried else {}
+        rows = samples * before.views
+        self._batch = _Batch(rows, before.views, everywhere=True, carriers=carriers)
         try:
             yield
         finally:
@@ -219,7 +241,7 @@ class Capture:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for handle in self._watched.values():
+        for handle in (*self._watched.values(), *self._hooks):
             handle.remove()
         for stand_in in self._stand_ins.values():
             stand_in.restore()
@@ -263,7 +285,8 @@ class Capture:
         """Around a call of the whole model."""
         before = self.sees_batch
         if self.active:
-            self._watch_all()
+            if not self.shards:  # which are watched as they are kept and as they are gathered
+                self._watch_all()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.sees_batch = any(x.shape[:1] == (self.rows,) for x in tensors)
         try:
@@ -311,9 +334,17 @@ class Capture:
         """Make a gradient that reaches this parameter an error."""
         if parameter in self._watched:
             return
+        if is_sharded(parameter) and name not in self.shards:
+            raise RuntimeError(
+                "fully_shard was called on the model after make_private, so its parameters are not "
+                "those of the optimizer and the private step. Call it before both."
+            )
 
         @unserializable_hook  # type: ignore[untyped-decorator]
-        def escaped(_: Tensor) -> None:
+        def escaped(grad: Tensor) -> Tensor:
+            if self.planner.plain is not None:  # a rehearsal asks for it, and nobody else gets it
+                self.planner.plain[name] = self.shards.part(name, grad)
+                return torch.zeros_like(grad)
             if self._batch is None:
                 raise CaptureError(
                     f"A gradient reached '{name}' outside a private step. Draw a batch from the "
@@ -349,6 +380,7 @@ class Capture:
         # Without a rule, its forward may use its own and its children's parameters in any way, so
         # torch.func takes the whole subtree.
         if forced or (own and rule is None):
+            self._refuse_shards_inside(path, module)
             self._stand_in(path, module).takes(unit=True, forced=forced)
             for name, part in module.named_modules(prefix=path):
                 if part not in seen and is_recurrent(part):
@@ -359,6 +391,18 @@ class Capture:
             self._stand_in(path, module).takes(rule)
         for name, child in module.named_children():
             self._attach(joined(path, name), child, seen)
+
+    def _refuse_shards_inside(self, path: str, module: nn.Module) -> None:
+        """What is gathered by itself would take the place of each sample's own copy."""
+        inside = [n for n, m in module.named_modules() if m is not module and shards_itself(m)]
+        if inside:
+            raise CaptureErrorAt(
+                {path},
+                f"'{path}' ({type(module).__name__}) is taken as a whole: it has parameters of its "
+                "own but no per-sample rule, or holds a layer that sees something else than "
+                f"samples. But fully_shard was called on '{inside[0]}' inside of it. Move such "
+                "parameters into a small module of their own, or call it on the one around only.",
+            )
 
     def _stand_in(self, path: str, module: nn.Module) -> StandIn:
         if module not in self._stand_ins or "forward" not in vars(module):  # a rehearsal undid it

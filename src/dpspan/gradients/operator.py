@@ -4,7 +4,7 @@ No method in this library needs the n × p matrix itself, only norms, inner prod
 sums of its rows. Each is computed parameter by parameter, in the memory of one layer.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple, Self
 
@@ -15,6 +15,7 @@ from dpspan.gradients.layers.linear import Outer, ghost_norms
 from dpspan.gradients.layers.pairs import inner
 from dpspan.gradients.layers.terms import Rows, Sum, Term, stacked
 from dpspan.gradients.numerics import Arithmetic, bounds, full_precision, plain_arithmetic
+from dpspan.support.sharded import Placement
 
 _SMALL = 512  # numbers per sample up to which rows are worth packing together
 _ALIGNED = 64  # packed rows are as long as a multiple of this
@@ -84,12 +85,14 @@ class PerSampleGradients:
         like: Tensor,
         scale: float = 1.0,
         counted: Tensor | None = None,
+        placement: Placement = dict,
     ) -> None:
         """`counted` (n,) says of each sample whether it may be part of a sum; None: all are.
 
-        The others have bounds without end, and `combine` leaves them out.
+        The others have bounds without end, and `combine` leaves them out. `placement` says what
+        becomes of a sum by parameter: of a sharded model a process keeps its shards.
         """
-        self.counted = counted
+        self.counted, self.placement = counted, placement
         self.shapes = dict(shapes)
         self.samples = samples
         self.terms = {name: _total(terms[name]) for name in shapes if terms.get(name)}
@@ -111,7 +114,8 @@ class PerSampleGradients:
             if any(name in piece.terms for piece in pieces)
         }
         samples = sum(piece.samples for piece in pieces)
-        return cls(first.shapes, stacks, samples, like=first.like, scale=first.scale)
+        like, scale, place = first.like, first.scale, first.placement
+        return cls(first.shapes, stacks, samples, like=like, scale=scale, placement=place)
 
     def select(self, names: Collection[str]) -> Self:
         """The gradients over some of the parameters only; nothing is copied."""
@@ -130,7 +134,13 @@ class PerSampleGradients:
         alone = {name: [term] for name, term in terms.items()}
         shapes = self.shapes if shapes is None else shapes
         return type(self)(
-            shapes, alone, self.samples, like=self.like, scale=self.scale, counted=self.counted
+            shapes,
+            alone,
+            self.samples,
+            like=self.like,
+            scale=self.scale,
+            counted=self.counted,
+            placement=self.placement,
         )
 
     @property
@@ -163,6 +173,10 @@ class PerSampleGradients:
         A sample of weight zero adds nothing, even if its gradient is not finite; blanking it out
         takes a pass over everything, which `finite` (a promise that all are) saves on a GPU.
         """
+        return self.placement(self.sums(weights, finite=finite))
+
+    def sums(self, weights: Tensor, *, finite: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """What `combine` places: each parameter's whole sum, made when it is asked for."""
         if weights.shape != (self.samples,):
             raise ValueError(
                 f"Expected one weight per sample, shape ({self.samples},), "
@@ -177,16 +191,18 @@ class PerSampleGradients:
         # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.
         if finite or (weights.device.type == "cpu" and not bool(unused.any())):
             dropped = None
-        sums: dict[str, Tensor] = {}
-        for names, pack in self.packs.items():
-            sizes = [self.shapes[name].numel() for name in names]
-            total = pack.term.combine(weights, dropped)
-            parts = total[: sum(sizes)].split(sizes)
-            sums.update(zip(names, parts, strict=True))
-        return {
-            name: sums[name].view(shape) if name in sums else self.like.new_zeros(shape)
-            for name, shape in self.shapes.items()
-        }
+        pack_of = {name: names for names in self.packs for name in names}
+        ready: dict[str, Tensor] = {}
+        # In this order whatever the packs are: processes that place sums do so together.
+        for name, shape in self.shapes.items():
+            found = ready.pop(name, None)
+            if found is None and name in pack_of:
+                names = pack_of[name]
+                sizes = [self.shapes[other].numel() for other in names]
+                total = self.packs[names].term.combine(weights, dropped)
+                ready |= zip(names, total[: sum(sizes)].split(sizes), strict=True)
+                found = ready.pop(name)
+            yield name, self.like.new_zeros(shape) if found is None else found.view(shape)
 
     @plain_arithmetic()
     def gram(self, other: Self) -> Tensor:

@@ -36,6 +36,7 @@ from dpspan.gradients.layout import (
 from dpspan.gradients.numerics import full_precision
 from dpspan.support.errors import CaptureError
 from dpspan.support.left_as_found import Mode, left_as_found
+from dpspan.support.sharded import local
 
 if TYPE_CHECKING:
     from dpspan.gradients.capture import Capture
@@ -66,33 +67,42 @@ class Planner:
         self._planned: Layout | None = None  # of the last call, if that could be looked at
         self._loose = Layout()  # of modules that are called on their own
         self._again: Callable[[], None] = lambda: None  # look at the last call again
-        self._looking = False
+        self.looking = False
+        self.plain: dict[str, Tensor] | None = None  # gradients, while they are to be plain ones
 
     def plan(self, forward: Forward, call: Call) -> None:
         """Find out, at a kind of call that is new, which modules have to be taken as a whole."""
         rows, views, model = self._capture.rows, self._capture.batch.views, self._capture.model
-        if self._looking or rows == 0:
+        if self.looking or rows == 0:
             return
         tensors = named_tensors(call)
         dimensions = tuple((name, x.dim()) for name, x in tensors.items())
         kind = model.training, rows > views, dimensions
         sized = (*kind, tuple(x.shape[1:] for x in tensors.values()))
         layout = self._layouts.get(kind) or self._layouts.get(sized)
-        if layout is None or any(
+        new = layout is None or any(
             layout.place("", name, x) == 0 and len(x) != rows for name, x in tensors.items()
-        ):
+        )
+        shards = self._capture.shards
+        if shards.processes.any(new) or layout is None:
+            # The first process has the most samples, and what is seen of them goes for all.
+            call, rows = shards.first((call, rows))
             self._planned = layout = Layout()
-            self._looking = True
+            self.looking = True
             try:
-                self._look(layout, "", forward, call)
+                if shards and not self._layouts:  # what torch refuses it says at the first run
+                    with self._capture.unit_runs(), left_as_found(model), torch.no_grad():
+                        forward(*call[0], **call[1])
+                self._look(layout, "", forward, call, rows)
                 if "" not in layout.refused:
-                    self._decide(layout, forward, call)
+                    self._decide(layout, forward, call, rows)
             finally:
-                self._looking = False
+                self.looking = False
             folded = any(seen.folded for seen in layout.seen.values())
             self._layouts[sized if folded else kind] = layout
         self._planned = None if "" in layout.refused else layout
-        self._again = partial(self._look, layout, "", forward, call)
+        if not shards:  # or all would have to look again
+            self._again = partial(self._look, layout, "", forward, call, rows)
         if self._attached != self.units:
             self._attach()
 
@@ -121,7 +131,7 @@ class Planner:
     def in_front(self, path: str, forward: Forward, call: Call) -> Seen:
         """Where the batch is in the arguments of a module; ValueError if that is unclear."""
         tensors, layout, rows = named_tensors(call), self._layout, self._capture.rows
-        looks: list[Callable[[], None]] = [partial(self._look, layout, path, forward, call)]
+        looks: list[Callable[[], None]] = [partial(self._look, layout, path, forward, call, rows)]
         if layout is not self._loose:
             looks.insert(0, self._again)
         while looks and any(layout.place(path, name, x) is None for name, x in tensors.items()):
@@ -150,13 +160,13 @@ class Planner:
         self._capture.attach()
         self._attached = set(self.units)
 
-    def _look(self, layout: Layout, path: str, forward: Forward, call: Call) -> None:
+    def _look(self, layout: Layout, path: str, forward: Forward, call: Call, rows: int) -> None:
         capture = self._capture
         with capture.unit_runs():
             module = capture.model.get_submodule(path)
-            layout.look(Trial(module, path, forward, call, capture.rows, capture.batch.views))
+            layout.look(Trial(module, path, forward, call, rows, capture.batch.views))
 
-    def _decide(self, layout: Layout, forward: Forward, call: Call) -> None:
+    def _decide(self, layout: Layout, forward: Forward, call: Call, rows: int) -> None:
         """Take as a whole what holds a layer that sees anything but samples, and try it out."""
         seen = layout.seen
         owners = {
@@ -172,7 +182,7 @@ class Planner:
         first: CaptureError | None = None
         while doubtful or without_rule or self.units:
             self._attach()
-            problem = self._try(layout, forward, call)
+            problem = self._try(layout, forward, call, rows)
             if problem is None:
                 return
             before = set(self.units)
@@ -193,13 +203,14 @@ class Planner:
             self.units.difference_update([u for u in self.units if is_inside(u, [unit])])
             self.units.add(unit)
 
-    def _try(self, layout: Layout, forward: Forward, call: Call) -> CaptureError | None:
+    def _try(self, layout: Layout, forward: Forward, call: Call, rows: int) -> CaptureError | None:
         """What is wrong with the gradients of two samples as they would be recorded now."""
         capture, model, views = self._capture, self._capture.model, self._capture.batch.views
         batch = [n for n, x in named_tensors(call).items() if layout.place("", n, x) == 0]
-        args, kwargs = samples_of(call, batch, [i % capture.rows for i in range(FEW * views)])
+        args, kwargs = samples_of(call, batch, [i % rows for i in range(FEW * views)])
         # Copies, for the plain run: their gradients set off no hook.
-        own = {name: p.detach().requires_grad_() for name, p in capture.trained().items()}
+        trained = {} if capture.shards else capture.trained()
+        own = {name: p.detach().requires_grad_() for name, p in trained.items()}
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
             with capture.unit_runs(), _reparametrize_module(model, own, tie_weights=True):
@@ -220,10 +231,13 @@ class Planner:
             return None  # it draws random numbers whatever one does
         # A weight per sample: what goes to another one is seen even if the two are the same.
         weights = torch.tensor([1.0, -2.0]) if plain.dim() else torch.ones(())
-        expected = _plain_gradients(plain, own)
+        if capture.shards:
+            expected = self._plain_shards(partial(losses, plainly, 0, mode), plain.numel())
+        else:
+            expected = _plain_gradients(plain, own)
         try:
             with capture.rehearsal(FEW):
-                seen = losses(model.forward, 0, mode)
+                seen = losses(model if capture.shards else model.forward, 0, mode)
                 assert seen is not None
                 (seen * weights.to(seen)).sum().backward()
                 gradients = capture.gradients()
@@ -240,7 +254,30 @@ class Planner:
         rows_of = torch.diag(1 / weights) if plain.dim() else torch.ones(1, FEW)
         found = [gradients.combine(row) for row in rows_of.to(gradients.device)]
         different = {name for pair in zip(found, expected, strict=True) for name in _differ(*pair)}
+        different.update(*capture.shards.processes.all_of(different))  # each knows its shards
         return _not_those_of_autograd(different) if different else None
+
+    def _plain_shards(
+        self, losses: Callable[[], Tensor | None], count: int
+    ) -> list[dict[str, Tensor]]:
+        """`_plain_gradients` of a sharded model: they are taken where they would be an error."""
+        shards, found = self._capture.shards, []
+        shards.reshard()
+        parameters = self._capture.trained()
+        kept = {name: p.grad for name, p in parameters.items()}
+        for number in range(count):
+            self.plain = {name: torch.zeros_like(local(p)) for name, p in parameters.items()}
+            found.append(self.plain)
+            try:
+                loss = losses()
+                assert loss is not None
+                loss.view(-1)[number].backward()
+            finally:
+                self.plain = None
+                shards.reshard()
+                for name, p in parameters.items():
+                    p.grad = kept[name]
+        return found
 
 
 def _not_those_of_autograd(names: set[str]) -> CaptureErrorAt:

@@ -44,6 +44,7 @@ class StandIn(InPlaceOf):
         self.inner = below.inner if isinstance(below, InPlaceOf) else below
         self._recurrent = is_recurrent(module)
         self._plans = not path and not self._recurrent and rule_for(module) is None
+        self._ahead = bool(capture.shards)  # whether the model is planned before it is called
         self._alone, self.plan = self._run, self._plan  # what torch.compile must not see
         self._compiles = True
         self.takes()
@@ -63,7 +64,8 @@ class StandIn(InPlaceOf):
     def _plan(self, args: Any, kwargs: Any) -> None:
         """Of the model itself: find out how it has to be taken."""
         if self._plans:
-            self.capture.planner.plan(self._forward, (args, kwargs))
+            forward = self._module if self._ahead else self._forward
+            self.capture.planner.plan(forward, (args, kwargs))
 
     def stay_uncompiled(self) -> None:
         """Keep torch.compile out: what is recorded must not become part of a graph.
@@ -90,7 +92,8 @@ class StandIn(InPlaceOf):
         if self._recurrent and self._unit and (capture.active or capture.inside_unit):
             return self._step_by_step(*args, **kwargs)
         if capture.active:
-            self.plan(args, kwargs)
+            if not self._ahead:
+                self.plan(args, kwargs)
             if self._unit:
                 return self._as_a_whole(*args, **kwargs)
             if self._rule is not None:

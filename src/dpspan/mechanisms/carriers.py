@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from dpspan.gradients.numerics import full_precision, plain_arithmetic
 from dpspan.support.checks import check_count
+from dpspan.support.distributed import is_sharded
+from dpspan.support.sharded import whole
 
 Matrices = Sequence[Tensor]  # each (…, rows, columns)
 Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
@@ -166,10 +168,15 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def alike(matrices: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of those of one shape, in groups to stack: a GPU would wait for each alone."""
+    """The names of those of one shape, in groups to stack: a GPU would wait for each alone.
+
+    A sharded one is alone: it is whole while it is looked at, and there may be room for one only.
+    """
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, matrix in matrices.items():
         groups.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(name)
+    if is_sharded(*matrices.values()):
+        return [[name] for names in groups.values() for name in names]
     return list(groups.values())
 
 
@@ -184,17 +191,24 @@ def carriers_of(
     seed: int,
 ) -> dict[str, Carrier]:
     """L and R of each weight, all of them matrices, at a step of a run that began with `first`."""
-    groups = alike(weights)
-    now, then = (
-        [torch.stack([values[name] for name in names]) for names in groups]
-        for values in (weights, first)
-    )
     # On the CPU and by number: the same in every process and after a resumption.
     words = np.random.default_rng([seed, step])
 
     def draw(*sizes: int) -> Tensor:
         return torch.from_numpy(words.standard_normal(sizes, dtype=np.float32))
 
+    if is_sharded(*weights.values()):  # one whole one at a time
+        found: dict[str, Carrier] = {}
+        for (name,) in alike(weights):
+            now, then = ([whole(values[name]).unsqueeze(0)] for values in (weights, first))
+            ((left, right),) = source.carriers(now, then, rank, step, draw)
+            found[name] = Carrier(left[0], right[0])
+        return found
+    groups = alike(weights)
+    now, then = (
+        [torch.stack([values[name] for name in names]) for names in groups]
+        for values in (weights, first)
+    )
     return {
         name: Carrier(left, right)
         for names, stack in zip(groups, source.carriers(now, then, rank, step, draw), strict=True)

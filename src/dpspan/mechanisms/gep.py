@@ -62,6 +62,8 @@ class GEPMechanism(SubspaceMechanism):
     def __init__(self, method: GEP, setting: Setting) -> None:
         super().__init__(method, setting)
         self._s2 = method.residual_norm
+        trained = (p for p in setting.model.parameters() if p.requires_grad)
+        self._size = sum(p.numel() for p in trained)  # p
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(w_i, S1), and Σ_i clip(r_i, S2) by parameter."""
@@ -73,7 +75,7 @@ class GEPMechanism(SubspaceMechanism):
         """Both sums with noise of z1 = z2 = √2·z: equal shares of the step's privacy."""
         z = math.sqrt(2) * noise_multiplier
         w, r, std = super().release(total, noise, z), of_parameters(total), z * self._s2
-        self._noise_energy["residual"] = sum(value.numel() for value in r.values()) * std**2
+        self._noise_energy["residual"] = self._size * std**2
         return {**w, **noise.add(r, std=std)}
 
 

@@ -17,7 +17,7 @@ The model itself is not reparametrized: ∂L and ∂R come from each layer's inp
 The part of ∂L inside L takes no part in the update, so it is taken off before the clip.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
 from dpspan.support.checks import check_count, describe
 from dpspan.support.distributed import Processes
+from dpspan.support.sharded import Shards
 
 _NAMED: dict[str, CarrierSource] = {
     "history": History(),
@@ -116,6 +117,8 @@ class RGPMechanism(SteppedMechanism):
         self._method, self._processes = method, processes
         self._head = set() if method.head_scale is None else head_of(model)
         self._weights = carried_weights(model, method.rank, method.layers, self._head)
+        self._sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self._placement = Shards(model).of_same
         self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
         self._carriers: dict[str, Carrier] = {}
         self._present = False  # whether the carriers are those of the present step
@@ -183,6 +186,11 @@ class RGPMechanism(SteppedMechanism):
         update = of_parameters(released)
         for name in self._head & update.keys():
             update[name] = update[name] * self._head_rate
+        return update | self._placement(self._reconstructed(carriers, released))
+
+    def _reconstructed(
+        self, carriers: Mapping[str, Carrier], released: Sums
+    ) -> Iterator[tuple[str, Tensor]]:
         for names in alike(self._matrices()):
             stack = Carrier(*map(torch.stack, zip(*(carriers[n] for n in names), strict=True)))
             left = torch.stack([released[Left(name)] for name in names])
@@ -192,8 +200,7 @@ class RGPMechanism(SteppedMechanism):
                 right = torch.stack([released[Right(name)] for name in names])
                 whole = stack.reconstruct(left, right)
             for name, matrix in zip(names, whole, strict=True):
-                update[name] = matrix.view(self._weights[name].shape)
-        return update
+                yield name, matrix.view(self._weights[name].shape)
 
     def _energy(self, total: Sums, std: float) -> dict[str, float]:
         """E‖noise‖² of the update, in carried weights and in what is released in full."""
@@ -202,8 +209,8 @@ class RGPMechanism(SteppedMechanism):
             # Of the noise on ∂L only what lies outside L takes part in the update.
             carried += rank * (d_out if self._method.left_only else d_out - rank + d_in)
         full = sum(
-            value.numel() * (self._head_rate**2 if name in self._head else 1)
-            for name, value in of_parameters(total).items()
+            self._sizes[name] * (self._head_rate**2 if name in self._head else 1)
+            for name in of_parameters(total)
         )
         energy = {"carriers": carried * std**2, "full": full * std**2}
         return {part: value for part, value in energy.items() if value}
@@ -220,5 +227,5 @@ class RGPMechanism(SteppedMechanism):
             now = self._matrices()
             if {n: w.shape for n, w in first.items()} != {n: w.shape for n, w in now.items()}:
                 raise ValueError("The state does not fit this run: it carries other weights.")
-            first = {name: weight.to(now[name]) for name, weight in first.items()}
+            first = {n: weight.to(now[n].device, now[n].dtype) for n, weight in first.items()}
         self.step, self._first, self._present = step, first, False

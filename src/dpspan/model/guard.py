@@ -4,8 +4,10 @@ What it sees never leaves it except as an error or a warning to the operator. Wh
 makes a GPU wait is looked at in the batches 1, 2, 4, 8, …; some of it at random ones in between.
 """
 
+import random
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,8 +19,10 @@ from dpspan.model import isolation
 from dpspan.model.criterion import CriterionCheck, mixes, reductions, state, tell_of_backward
 from dpspan.model.isolation import NotComparable, Stage, Versions, differing, versions
 from dpspan.model.validation import refuse_wrapped_call
+from dpspan.support.distributed import is_sharded
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import fresh_seed
+from dpspan.support.sharded import local
 
 _RARELY = 50  # one batch in so many is fingerprinted besides
 _ENOUGH, _SURE = 32, 0.9  # rows that are not equal to their record: so many, and this share
@@ -50,9 +54,10 @@ class Guard:
         self._module, self._criterion, self._capture = module, criterion, capture
         self._views, self._units, self._mean_loss, self._warn = views, units, mean_loss, warn
         self._drawn = self._samples = 0  # records of the batch, and with those that fill it up
+        self._several = False  # whether there is more than one to look at
         self._batches = 0  # with samples that could be mixed
         self._handed = self._used = 0  # batches of this epoch, and those that a step followed
-        self._due = self._probing = False
+        self._due = self._probe_due = self._probing = False
         self._refused: str | None = None  # what a batch has changed stays changed
         self._probed_modes: set[bool] = set()  # training and evaluation can differ
         self._shared: set[str] = set()  # inputs that once had another length than the batch
@@ -84,8 +89,14 @@ class Guard:
 
     # -- the life of a batch --------------------------------------------------------------------
 
-    def expect(self, samples: int, *, rows: int | None = None, new_epoch: bool) -> None:
-        """A batch of so many samples, filled up to `rows` with stand-ins that come last."""
+    def expect(
+        self, samples: int, *, rows: int | None = None, most: int = 0, new_epoch: bool
+    ) -> None:
+        """A batch of so many samples, filled up to `rows` with stand-ins that come last.
+
+        To run a sharded model takes all processes: they look at the samples of the first, of which
+        there are `most`.
+        """
         self._check_weights()
         if new_epoch:
             self._check_use()
@@ -95,8 +106,10 @@ class Guard:
         filled_up = samples > 1 and self._samples > samples
         self._filled_up += filled_up
         self._fill_due = filled_up and self._filled_up.bit_count() == 1
-        self._batches += samples > 1
-        self._due = samples > 1 and self._batches.bit_count() == 1
+        self._several = (most if self._capture.shards else samples) > 1
+        self._batches += self._several
+        self._probe_due = self._several and self._batches.bit_count() == 1
+        self._due = samples > 1 and self._probe_due
         look = self._due or fresh_seed() % _RARELY == 0
         self._before = _Snapshot(self._versions(), self._fingerprints() if look else None)
 
@@ -124,11 +137,12 @@ class Guard:
     @property
     def _watching(self) -> bool:
         """Whether the batch at hand is a private one: the step's public pass records, too."""
-        return self._capture.active and not self._checked
+        looking = self._capture.planner.looking
+        return self._capture.active and not self._checked and not looking
 
     def stepped(self) -> None:
         tensors = {name: x for name, (x, _) in self._before.versions.items()}
-        weights = versions({n: x for n, x in tensors.items() if isinstance(x, nn.Parameter)})
+        weights = self._written({n: x for n, x in tensors.items() if isinstance(x, nn.Parameter)})
         self._stepped = _Snapshot(weights, self._fingerprints() if self._due else None)
 
     def forget_weights(self) -> None:
@@ -178,11 +192,12 @@ class Guard:
         """Probe the model; notice inputs of varying length."""
         refuse_wrapped_call(module)
         samples, rows = self._samples, self._samples * self._views
-        if self._probing or not self._watching or self._drawn < 2:
+        if self._probing or not self._watching or not self._several:
             return
         call = args, kwargs
         batch, others = isolation.call_paths(call, rows)
-        if not batch:
+        shards = self._capture.shards
+        if not shards.first(bool(batch)):
             return
         self._shared |= others
         inputs = {path: x for path, x in batch.items() if path not in self._shared}
@@ -192,10 +207,13 @@ class Guard:
         # Where something in the model is as long as the batch is large, it may be taken for one.
         square = any(rows in x.shape[1:] for x in inputs.values()) and shapes not in self._squares
         new = module.training not in self._probed_modes
-        if new or square or self._due:
+        if shards.first(new or square or self._probe_due):
             self._capture.prepare(*args, **kwargs)  # not inside a rehearsal, which is undone
-            paths, mean = frozenset(inputs), self._mean_loss
-            stage = Stage(module, call, samples, self._views, paths, self._capture, mean)
+            call, samples, *rest = shards.first((call, samples, frozenset(inputs), fresh_seed()))
+            paths, seed = rest
+            seeds = partial(random.Random(seed).getrandbits, 32) if shards else fresh_seed
+            views, mean = self._views, self._mean_loss
+            stage = Stage(module, call, samples, views, paths, self._capture, mean, seeds)
             self._probe(stage, thorough=new)
             if square:
                 self._squares.add(shapes)
@@ -354,13 +372,21 @@ class Guard:
             raise CaptureError(self._refused)
 
     def _tensors(self) -> dict[str, Tensor]:
+        self._capture.shards.reshard()
         model = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         known = {id(x) for x in model.values()}
         own = {} if self._criterion is None else state(self._criterion)
         return model | {f"criterion.{n}": x for n, x in own.items() if id(x) not in known}
 
     def _versions(self) -> Versions:
-        return versions(self._tensors())
+        return self._written(self._tensors())
+
+    def _written(self, tensors: dict[str, Tensor]) -> Versions:
+        found = versions(tensors)
+        if self._capture.shards:  # of which this process's part can be written to by itself
+            for name, (x, version) in found.items():
+                found[name] = x, version + (local(x)._version if is_sharded(x) else 0)
+        return found
 
     def _fingerprints(self, *, constant: bool = False) -> Contents:
         """Two numbers a tensor: they see changes through `.data`, which leave the version as it is.
@@ -374,7 +400,7 @@ class Guard:
             every = self._module.named_parameters(remove_duplicate=False)  # tied: by each name
             trained = {n for n, p in every if p.requires_grad}
             tensors = {n: x for n, x in tensors.items() if n not in trained}
-        exact = ((name, x.detach().double()) for name, x in tensors.items())
+        exact = ((name, local(x.detach()).double()) for name, x in tensors.items())
         moments = {name: torch.stack([x.sum(), x.square().sum()]) for name, x in exact}
         return {name: numbers.nan_to_num().tolist() for name, numbers in moments.items()}
 

@@ -113,6 +113,7 @@ class Stage(Rehearsal):
 
     capture: Capture
     mean_loss: bool
+    seed: Callable[[], int] = fresh_seed  # of a sharded model: the same one in all processes
 
     @property
     def rows(self) -> int:
@@ -128,7 +129,7 @@ class Stage(Rehearsal):
 
     def draws(self) -> bool:
         """Whether the model draws random numbers."""
-        with left_as_found(self.model, fresh_seed()), torch.no_grad():
+        with left_as_found(self.model, self.seed()), torch.no_grad():
             before = RandomState.now()
             self._called(self.of(self.everybody))
             return before != RandomState.now()
@@ -157,7 +158,7 @@ class Stage(Rehearsal):
     def check_scale(self) -> None:
         """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
         reduction, part = "mean" if self.mean_loss else "sum", max(1, self.samples // 3)
-        with left_as_found(self.model, fresh_seed(), mode="evaluation"), torch.no_grad():
+        with left_as_found(self.model, self.seed(), mode="evaluation"), torch.no_grad():
             try:
                 right = self.splits(self._loss, self.everybody, part, mean=self.mean_loss)
             except Exception:  # whatever it says may show private data
@@ -193,7 +194,7 @@ class Stage(Rehearsal):
         The loss is not linear, or its gradients might not depend on the samples at all: the sine
         of every output, weighed by random numbers. A loss that the model returns counts as it is.
         """
-        with self.capture.rehearsal(), torch.enable_grad():
+        with self.capture.rehearsal(self.samples, carried=True), torch.enable_grad():
             generator = torch.Generator("cpu").manual_seed(0)
             terms = []
             for x in (x for x in self._called(call) if x.requires_grad):
@@ -243,7 +244,7 @@ def probe(stage: Stage, *, thorough: bool) -> set[str] | None:
     are (a step counter, a cache of positions); None if no gradient of this batch is finite.
     """
     rounds = (_FIRST if thorough else _LATER) + stage.draws()
-    done, decided, start = 0, False, 0 if thorough else fresh_seed()
+    done, decided, start = 0, False, 0 if thorough else stage.seed()
     while done < rounds or (not decided and done < _MOST):
         decided |= _compare_companies(stage, wide=(start + done) % 3 == 0)
         done += 1
@@ -258,12 +259,12 @@ def probe(stage: Stage, *, thorough: bool) -> set[str] | None:
 
 def _compare_companies(stage: Stage, *, wide: bool) -> bool:
     """Compare kept samples in two companies; whether the comparison could decide anything."""
-    seed = fresh_seed()
-    kept, first, second = companies(stage.samples, wide)
+    seed = stage.seed()
+    kept, first, second = companies(stage.samples, wide, stage.seed)
     try:
         norms, others = stage.norms(first, seed), stage.norms(second, seed)
     except (RuntimeError, ValueError):  # sequences that must be sorted, say
-        kept, first, second = neighbours(stage.samples)
+        kept, first, second = neighbours(stage.samples, stage.seed)
         norms, others = stage.norms(first, seed), stage.norms(second, seed)
     if not differ(norms[kept], others[kept]):
         return bool((norms[kept] + others[kept]).isfinite().any())
@@ -287,24 +288,26 @@ def _compare_companies(stage: Stage, *, wide: bool) -> bool:
     )
 
 
-def companies(samples: int, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
+def companies(
+    samples: int, wide: bool, seed: Callable[[], int] = fresh_seed
+) -> tuple[Tensor, Tensor, Tensor]:
     """Which positions keep their sample, and who stands where in each of two companies.
 
     A wide company is the whole batch. A narrow one is six samples over and over: few enough that
     one huge or broken record, which could drown every difference, is rarely among them.
     """
-    position, shift = torch.arange(samples, device="cpu"), 1 + fresh_seed() % (samples - 1)
-    kept = shuffled(samples) < max(1, samples // 2)
+    position, shift = torch.arange(samples, device="cpu"), 1 + seed() % (samples - 1)
+    kept = shuffled(samples, seed()) < max(1, samples // 2)
     if wide:
         return kept, position, torch.where(kept, position, (position + shift) % samples)
-    staying, joining = (shuffled(samples)[position % 2] for _ in range(2))
+    staying, joining = (shuffled(samples, seed())[position % 2] for _ in range(2))
     first, second = (torch.where(kept, staying, x % samples) for x in (joining, joining + shift))
     return kept, first, second
 
 
-def neighbours(samples: int) -> tuple[Tensor, Tensor, Tensor]:
+def neighbours(samples: int, seed: Callable[[], int] = fresh_seed) -> tuple[Tensor, Tensor, Tensor]:
     """As `companies`, in an order that stays the same: who goes is replaced by who stands next."""
-    kept, position, _ = companies(samples, wide=True)
+    kept, position, _ = companies(samples, True, seed)
     before = torch.where(kept, position, -1).cummax(0).values
     return kept, position, torch.where(before < 0, before[before >= 0][0], before)
 
@@ -316,15 +319,15 @@ def _shared_by_all(stage: Stage, square: set[str]) -> bool:
     """
     if len(stage.paths) <= len(square):
         return False
-    sharing, seed, places = stage.without(square), fresh_seed(), stage.everybody
+    sharing, seed, places = stage.without(square), stage.seed(), stage.everybody
     norms, moved = (sharing.norms(x, seed, mode="evaluation") for x in (places, places.roll(1)))
     return not differ(norms.roll(1, 0), moved) and differ(norms, norms.roll(1, 0))
 
 
 def _check_memory(stage: Stage) -> None:
     """Refuse a model in which something of a batch, kept in an attribute, reaches later ones."""
-    _, _, few = neighbours(stage.samples)
-    everybody, seed = stage.everybody, fresh_seed()
+    _, _, few = neighbours(stage.samples, stage.seed)
+    everybody, seed = stage.everybody, stage.seed()
     after_itself, after_few = (stage.norms(everybody, seed, before=b) for b in (everybody, few))
     if not differ(after_itself, after_few):
         return

@@ -25,7 +25,8 @@ def per_sample_gradients(
 ) -> PerSampleGradients:
     """The gradients of each sample's loss, where `loss_fn(model, *batch)` gives one loss a sample.
 
-    Nothing here is private: this is the raw material of the mechanisms.
+    Nothing here is private: this is the raw material of the mechanisms. Of a sharded model, all
+    processes must ask for the same batch.
 
     `check` takes half of the samples in other company and compares, which doubles the time: turn
     it off where the same model and loss have passed before. Without it a model whose layers do not
@@ -86,7 +87,7 @@ def per_sample_gradients(
 
 def recorded(capture: Capture, loss_fn: Callable[[], Tensor], samples: int) -> PerSampleGradients:
     """The gradients of one loss per sample, recorded by a capture of the model."""
-    capture.expect(samples)
+    capture.expect(samples, everywhere=True)
     try:
         check_one_each(loss_fn(), samples, of="loss_fn").sum().backward()
         return capture.collect()

@@ -16,6 +16,7 @@ from dpspan.support.errors import UnsupportedModule
 
 _logger = logging.getLogger(__name__)
 
+_SHARDED = "FullyShardedDataParallel"  # to import it takes long
 _OF_OPACUS = ("DPLSTM", "DPGRU", "DPRNN")  # its layers that have a counterpart in torch
 _FIX = "dpspan.fix(model) (in a configuration `fix: true` below `model`)"
 
@@ -161,8 +162,9 @@ def _replacement(module: Any) -> Any:
 def refuse_wrappers(model: nn.Module) -> None:
     """UnsupportedModule if the model, or a part of it, is wrapped for several devices."""
     for path, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel | DataParallel):
-            _refuse(type(module).__name__, path or "the model itself")
+        name = type(module).__name__
+        if isinstance(module, DistributedDataParallel | DataParallel) or name == _SHARDED:
+            _refuse(name, path or "the model itself")
 
 
 def refuse_wrapped_call(called: nn.Module) -> None:
@@ -178,5 +180,5 @@ def _refuse(wrapper: str, what: str) -> None:
     raise UnsupportedModule(
         f"{what} is wrapped in {wrapper}, which adds up gradients before they are clipped. Pass "
         "the module inside it to make_private, and leave it so: where torch.distributed is "
-        "initialised, several processes train it together as it is."
+        "initialised, several processes train it together as it is (or sharded by fully_shard)."
     )

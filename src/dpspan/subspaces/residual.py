@@ -13,7 +13,7 @@ Their sum is wᵀJ − (wᵀA)H, and what rounding can hide between the measured
 comes on top of the norm (see `numerics`), in IEEE float32 whatever torch is set to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,25 +68,38 @@ class Residual:
     @plain_arithmetic()
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """wᵀ(J − A H), by parameter."""
-        like, scale = self.gradients.like, self.gradients.scale
-        scaled = (weights * scale).to(like)
+        with ieee(self.gradients.like):
+            return self.gradients.placement(self._sums(weights))
+
+    def _sums(self, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As `PerSampleGradients.sums`; A is of these samples, so A H is placed as they are."""
+        like, shapes = self.gradients.like, self.gradients.shapes
+        scaled = (weights * self.gradients.scale).to(like)
         used = usable_weights(scaled)  # a weight that is dropped for J is dropped for H too
         rounded = torch.where(used, scaled, 0.0)
         dropped = None if like.device.type == "cpu" and bool(used.all()) else ~used
-        sums: dict[str, Tensor] = {}
-        with ieee(like):
-            for names, rows in self._rows.items():
-                sizes = [self.gradients.shapes[name].numel() for name in names]
-                parts = weighted_sum(rows, rounded, dropped)[: sum(sizes)].split(sizes)
-                sums |= dict(zip(names, parts, strict=True))
-            others = [name for name in self.gradients.shapes if name not in sums]
-            if others:
-                shares = torch.where(used.unsqueeze(1), self.shares, 0.0)
-                taken = torch.where(used, weights, 0.0).to(shares) @ shares  # 0 · NaN is not 0
-                own = self.gradients.select(others).combine(weights)
-                spanned = self.anchors.select(others).combine(taken, finite=True)
-                sums |= {name: own[name] - spanned[name] for name in others}
-        return {name: sums[name].view(shape) for name, shape in self.gradients.shapes.items()}
+        kept = {name: names for names in self._rows for name in names}
+        others = [name for name in shapes if name not in kept]
+        if others:
+            shares = torch.where(used.unsqueeze(1), self.shares, 0.0)
+            taken = torch.where(used, weights, 0.0).to(shares) @ shares  # 0 · NaN is not 0
+            own = self.gradients.select(others).sums(weights)
+            spanned = self.anchors.select(others).sums(taken, finite=True)
+        ready: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            if name not in kept:
+                (mine, whole), (theirs, inside) = next(own), next(spanned)
+                assert name == mine == theirs
+                yield name, whole - inside
+                continue
+            found = ready.pop(name, None)
+            if found is None:
+                names = kept[name]
+                sizes = [shapes[other].numel() for other in names]
+                parts = weighted_sum(self._rows[names], rounded, dropped)[: sum(sizes)].split(sizes)
+                ready |= zip(names, parts, strict=True)
+                found = ready.pop(name)
+            yield name, found.view(shape)
 
     @cached_property
     def _rows(self) -> dict[Names, Tensor]:

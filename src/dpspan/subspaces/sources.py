@@ -25,6 +25,7 @@ from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, expect
 from dpspan.support.device_facts import Health
 from dpspan.support.distributed import Processes
+from dpspan.support.sharded import Shards, local
 
 # A basis written out may take this much memory; beyond it coefficients have to do.
 _CPU_BASIS_BYTES = 256 * 2**20
@@ -181,7 +182,8 @@ class RandomSpan:
         self, model: nn.Module, subspace: RandomSubspace, processes: Processes | None = None
     ) -> None:
         self._shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
-        self._like = full_precision(next(p for p in model.parameters() if p.requires_grad))
+        self._like = full_precision(local(next(p for p in model.parameters() if p.requires_grad)))
+        self._placement = Shards(model).of_same
         size = sum(shape.numel() for shape in self._shapes.values())
         rank = subspace.rank
         expect(rank <= size, f"rank of at most {size}, the parameters", rank)
@@ -213,7 +215,9 @@ class RandomSpan:
             name: [Rows(torch.randn(rank, *shape, generator=generator).to(self._like))]
             for name, shape in self._shapes.items()
         }
-        gradients = PerSampleGradients(self._shapes, rows, rank, like=self._like)
+        gradients = PerSampleGradients(
+            self._shapes, rows, rank, like=self._like, placement=self._placement
+        )
         subspace = Subspace.from_gradients(gradients, rank)
         self._processes.make_same([subspace.coefficients])  # as for `PublicSpan`
         return GroupedSubspace({tuple(self._shapes): subspace.explicit()})

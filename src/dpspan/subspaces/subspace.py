@@ -152,7 +152,8 @@ class Subspace:
             rows[name] = [Rows(joined(parts, dim=1).view(len(c), *shape))]
         shapes, like = self.gradients.shapes, self.gradients.like
         identity = (self.coefficients != 0).any(1).double().diag()
-        basis = PerSampleGradients(shapes, rows, len(c), like=like)
+        place = self.gradients.placement
+        basis = PerSampleGradients(shapes, rows, len(c), like=like, placement=place)
         return type(self)(basis, identity, self.eigenvalues, {})
 
     def captured_energy(self, gradients: PerSampleGradients) -> Tensor:

@@ -6,6 +6,7 @@ next sum travels, so nothing partial is ever released.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -45,8 +46,15 @@ def _claimed() -> bool:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers: what processes that train one model have in common."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Parameters and buffers: what processes that train one model have in common, so no shards."""
+    every = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: x for name, x in every.items() if not is_sharded(x)}
+
+
+def is_sharded(*tensors: Any) -> bool:
+    """Whether of any of them each process has a part only (see `sharded`)."""
+    known = sys.modules.get("torch.distributed.tensor")  # to import it takes more than a second
+    return known is not None and any(isinstance(x, known.DTensor) for x in tensors)
 
 
 class Processes:
@@ -58,6 +66,11 @@ class Processes:
         self.notes: Callable[[], Iterable[Note]] = tuple
         self.hear: Callable[[Note], None] = lambda _: None
         self._told: set[Note] = set()
+        member = group is not None and dist.get_rank(group) >= 0
+        self.ranks = dist.get_process_group_ranks(group) if member else [0]
+        self.group = group
+        self._agreed = False  # whether all know of the last error
+        self._left = False  # in the middle of something that takes all of them
         if group is None or dist.get_world_size(group) == 1:
             return
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -65,10 +78,12 @@ class Processes:
             raise ValueError("This process is not in the group that was given as processes=.")
         self._group, self._first = group, dist.get_global_rank(group, 0)
         # Flags and settings are on the CPU: they must not wait for what a GPU has still to do.
-        ranks, backends = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
+        backends = str(dist.get_backend_config(group))
         self._control = group
         if "cpu:gloo" not in backends:  # made by its members alone: others are somewhere else
-            self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._control = dist.new_group(
+                self.ranks, backend="gloo", use_local_synchronization=True
+            )
         self._by_cpu = "cuda:nccl" not in backends  # gloo takes no sums from a GPU
 
     @classmethod
@@ -110,23 +125,30 @@ class Processes:
         if self.world == 1:
             yield
             return
+        if self._left:
+            raise RuntimeError(_LOST)
         error: Exception | None = None
+        self._agreed = False
         try:
             yield
         except Exception as raised:
+            if self._left or self._agreed:  # nobody listens, or all know it by an inner agreement
+                raise
             error = raised
         mine = None if error is None else f"{type(error).__name__}: {error}"
         news = [note for note in self.notes() if note not in self._told]
         flags = torch.tensor([int(error is not None or bool(news)), place, -place])
-        with self._connected(error):
+        with self.connected(error):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
             said: list[Any] = [None] * self.world
             if flags[0]:
                 dist.all_gather_object(said, (mine, news), group=self._control)
         if flags[0]:
             self._told.update(news)
+            self._agreed = any(failure is not None for failure, _ in said)
             self._listen(said, error)
         if flags[1] != -flags[2]:
+            self._agreed = True
             raise RuntimeError(
                 "The processes are at different batches: each must iterate over its private loader "
                 "as often as the others, in pieces of the same size, leave an epoch early and load "
@@ -148,7 +170,20 @@ class Processes:
                 )
 
     @contextmanager
-    def _connected(self, earlier: Exception | None = None) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
+        """Around several collectives: who fails in between cannot tell the others, and is out.
+
+        They wait for its next part, and must not take something else for that.
+        """
+        try:
+            yield
+        except BaseException:
+            self._left = self.world > 1
+            raise
+
+    @contextmanager
+    def connected(self, earlier: Exception | None = None) -> Iterator[None]:
+        """Around a collective."""
         try:
             yield
         except RuntimeError as lost:  # as torch says it
@@ -158,7 +193,7 @@ class Processes:
         """Whether it is so in any of them."""
         if self.world > 1:
             flag = torch.tensor(int(fact))
-            with self._connected():
+            with self.connected():
                 dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control)
             fact = bool(flag)
         return fact
@@ -168,9 +203,17 @@ class Processes:
         if self.world == 1:
             return value
         box = [value]
-        with self._connected():
+        with self.connected():
             dist.broadcast_object_list(box, src=self._first, group=self._control)
         return box[0]
+
+    def all_of(self, value: Any) -> list[Any]:
+        """Every process's value."""
+        values = [value] * self.world
+        if self.world > 1:
+            with self.connected():
+                dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """ValueError, in all processes, unless all have the same settings."""
@@ -240,7 +283,7 @@ class Processes:
             alike = {name: x for name, x in values.items() if (str(x.dtype), x.device.type) == kind}
             flat = torch.cat([x.reshape(-1) for x in alike.values()])
             wire = flat.cpu() if self._by_cpu else flat
-            with self._connected():
+            with self.connected():
                 send(wire)
             parts = wire.to(flat.device).split([x.numel() for x in alike.values()])
             received |= {n: p.view(x.shape) for (n, x), p in zip(alike.items(), parts, strict=True)}

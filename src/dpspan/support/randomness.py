@@ -102,9 +102,9 @@ def fresh_seed() -> int:
     return secrets.randbits(32)
 
 
-def shuffled(count: int) -> Tensor:
+def shuffled(count: int, seed: int | None = None) -> Tensor:
     """0 … count - 1 in an order that takes nothing from torch's own random numbers."""
-    generator = torch.Generator("cpu").manual_seed(fresh_seed())
+    generator = torch.Generator("cpu").manual_seed(fresh_seed() if seed is None else seed)
     return torch.randperm(count, generator=generator, device="cpu")
 
 
