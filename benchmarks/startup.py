@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 import dpspan
 from benchmarks import measure, report
-from dpspan.app.data import Csv, Parquet, load
+from dpspan.app.data import load
+from dpspan.app.tables import Csv, Parquet
 from dpspan.public.data import PublicData
 
 COLUMNS, PUBLIC, BATCH, RANK = 50, 2000, 1000, 20

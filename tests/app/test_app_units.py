@@ -20,11 +20,12 @@ from dpspan.app.comparison import compare
 from dpspan.app.comparison.search import Try
 from dpspan.app.comparison.tuning import RowSearch
 from dpspan.app.config import load_config, parse_config
-from dpspan.app.data import Csv, Npz
+from dpspan.app.data import Npz
 from dpspan.app.report import render
 from dpspan.app.run import train
 from dpspan.app.run.from_config import make_parts
 from dpspan.app.run.training import Contender, Task, Training
+from dpspan.app.tables import Csv
 
 SIZES = [1, 9, 2, 4, 1, 3, 7, 2, 5, 6]
 

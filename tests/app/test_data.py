@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Loaded, Npz, Parquet, Source, load
+from dpspan.app.data import HuggingFace, Idx, ImageFolder, Loaded, Npz, Source, load
+from dpspan.app.tables import Csv, Parquet
 from helpers.digits import digits, write_csv, write_idx, write_images
 from helpers.needs import extra
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpspan.app import data
-from dpspan.app.data import Csv, Parquet, Table, load
+from dpspan.app import tables
+from dpspan.app.data import load
+from dpspan.app.tables import Csv, Parquet, Table
 from helpers import slow_tables
 from helpers.needs import extra
 
@@ -26,8 +27,8 @@ COLOURS = ("red", "blue", "None", "1", "1.0", "True", "red")  # one of them twic
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_PIECE", 3)
-    monkeypatch.setattr(data, "_BATCH", 4)
+    monkeypatch.setattr(tables, "_LINES", 3)
+    monkeypatch.setattr(tables, "_BATCH", 4)
 
 
 def same(source: Table, columns: slow_tables.Columns) -> None:
@@ -183,7 +184,8 @@ def test_csv_needs_no_pyarrow(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,y\n1,0\n2,1\n")
     program = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "from pathlib import Path; from dpspan.app.data import Csv, load\n"
+        "from pathlib import Path\nfrom dpspan.app.data import load\n"
+        "from dpspan.app.tables import Csv\n"
         "loaded = load(Csv(path=Path('a.csv'), inputs=('a',), label='y'), classes=2)\n"
         "assert loaded.tensors[0].tolist() == [[1.0], [2.0]]"
     )
@@ -210,7 +212,8 @@ def test_memory_is_that_of_the_numbers(tmp_path: Path, kind: str) -> None:
     source = {"csv": "Csv", "parquet": "Parquet"}[kind]
     program = (
         "import resource, numpy, torch, pyarrow.parquet, dpspan.public.data\n"
-        f"from pathlib import Path; from dpspan.app.data import {source}, load\n"
+        "from pathlib import Path\nfrom dpspan.app.data import load\n"
+        f"from dpspan.app.tables import {source}\n"
         f"source = {source}(path=Path({str(path)!r}), inputs=tuple(f'c{{i}}' for i in range(50)))\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak(); load(source, classes=2); print((peak() - before) // 1024)"

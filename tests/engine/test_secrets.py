@@ -27,7 +27,8 @@ from typer.testing import CliRunner
 
 from dpspan.app.cli import app
 from dpspan.app.config import ConfigError, parse_config
-from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet, load
+from dpspan.app.data import HuggingFace, Idx, ImageFolder, Npz, load
+from dpspan.app.tables import Csv, Parquet
 from dpspan.convex import (
     PrivateLinearRegression,
     PrivateLinearSVC,

@@ -59,15 +59,20 @@ def check_parts(
         )
 
 
-def refuse_with_shards(
+def refuse_together(
     module: nn.Module,
     method: Method,
     *,
     warm_start: WarmStart | None,
     cuda_graphs: bool,
-    unit: object,
+    units: Units | None,
 ) -> None:
-    """Refuse what a sharded model cannot have."""
+    """Refuse what does not go together, and what a sharded model cannot have."""
+    if units is not None and cuda_graphs:
+        raise ValueError(
+            "unit= and cuda_graphs=True do not go together: a graph is of batches of one size, and "
+            "units have different numbers of records. Leave one of them out."
+        )
     refused = {
         "cuda_graphs=True cannot record a sharded model, which is gathered anew in every step: "
         "leave it out.": cuda_graphs,
@@ -76,7 +81,7 @@ def refuse_with_shards(
         "diagnose= measures whole gradients, and of a sharded model each process has a part: "
         "leave it out.": getattr(method, "diagnose", 0),
         "unit= of a sharded model is not supported: processes look at the model by the first one's "
-        "records, and with units that may be none. Leave out unit=, or fully_shard.": unit
+        "records, and with units that may be none. Leave out unit=, or fully_shard.": units
         is not None,
     }
     for why, asked_for in refused.items():

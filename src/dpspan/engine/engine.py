@@ -1,9 +1,7 @@
 """PrivacyEngine: the front door. Takes a model, an optimizer and a data loader, gives them back."""
 
 import dataclasses
-import logging
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -12,32 +10,18 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
-from dpspan.engine.admission import (
-    PublicUse,
-    admit_public,
-    check_parts,
-    refuse_with_shards,
-    same_beginning,
-)
-from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.plan import Plan, plan_run, plan_sampling, units_of
+from dpspan.engine.beginning import Given, begin
+from dpspan.engine.plan import Plan, calibrated, plan_run, plan_sampling, units_of
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.engine.shard_folder import load_folder, save_folder
-from dpspan.mechanisms import DPSGD, Method, Setting
+from dpspan.engine.shard_folder import load, save
+from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import check_count
-from dpspan.support.distributed import Processes, weights_of
-from dpspan.support.errors import CaptureError
-from dpspan.support.moved import without_retired_options
-from dpspan.support.sharded import Shards
+from dpspan.support.distributed import Processes
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
-
-_logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -167,17 +151,9 @@ class PrivacyEngine:
                 "so that both spend from the same budget."
             )
         method = DPSGD() if method is None else method
-        refuse_with_shards(
-            module, method, warm_start=warm_start, cuda_graphs=cuda_graphs, unit=unit
-        )
         processes = self._join()
         with processes.together():
             units = units_of(unit, records_per_unit, data_loader)
-            if units is not None and cuda_graphs:
-                raise ValueError(
-                    "unit= and cuda_graphs=True do not go together: a graph is of batches of one "
-                    "size, and units have different numbers of records. Leave one of them out."
-                )
             plan = plan_run(
                 module=module,
                 data_loader=data_loader,
@@ -192,48 +168,19 @@ class PrivacyEngine:
                 units=units,
                 accountant=self.ledger.accountant,
             )
-            check_parts(module, optimizer, criterion, loss_reduction, processes)
-        same_beginning(processes, plan, module, data_loader, units, self._warn)
-        setting = Setting(
-            model=module,
-            criterion=criterion,
-            steps_per_epoch=plan.sampling.steps_per_epoch,
-            expected_batch_size=plan.expected_batch_size,
-            max_physical_batch_size=max_physical_batch_size,
-            warn=self._warn,
-            processes=processes,
-        )
-        if cuda_graphs and max_physical_batch_size is None:
-            max_physical_batch_size = plan.most_at_once(processes.world)
-        with processes.together():
-            mechanism = plan.method.bind(setting)
-            loader = PrivateLoader(
-                data_loader,
-                plan.sampling,
-                max_physical_batch_size,
-                seed=self._seed,
-                padded=cuda_graphs,
-                units=units,
-            )
-            public = admit_public(plan.method, mechanism, setting, data_loader, warm_start, units)
-        loader.spread_over(processes)
-        processes.agree(
-            {"debug_seed": self._seed, "public data": [use.data.digest for use in public]}
-        )
-        processes.make_same(weights_of(module).values())  # after the warm start
-        plan = dataclasses.replace(plan, public=tuple(map(str, public)))
-        self._put_on_record(plan, public)
-        self._run = PrivateRun(
-            plan,
-            setting,
-            mechanism,
+        given = Given(
+            module=module,
             optimizer=optimizer,
-            loader=loader,
-            ledger=self.ledger,
-            seed=self._seed,
+            data_loader=data_loader,
+            criterion=criterion,
+            units=units,
+            warm_start=warm_start,
+            max_physical_batch_size=max_physical_batch_size,
             cuda_graphs=cuda_graphs,
+            seed=self._seed,
         )
-        return module, optimizer, loader
+        self._run = begin(plan, given, ledger=self.ledger, processes=processes, warn=self._warn)
+        return module, optimizer, self._run.loader
 
     def make_private_with_epsilon(
         self,
@@ -269,11 +216,8 @@ class PrivacyEngine:
         sampling = plan_sampling(data_loader, poisson_sampling, sample_rate, unit)
         told = sampling.records if sample_rate is None else None  # else their number is a secret
         warn_of_weaknesses(target_epsilon, target_delta, told, unit="unit" if unit else "record")
-        events = check_count("epochs", epochs) * sampling.events_per_epoch
         ledger = self.ledger
-        z = calibrate_event(
-            sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
-        )
+        z, events = calibrated(sampling, epochs, budget, ledger)
         z = self._join().same(z)  # to the last digit
         if ledger.budget not in (None, budget):
             raise ValueError(
@@ -302,8 +246,7 @@ class PrivacyEngine:
         run = self._running()
         run.plan = dataclasses.replace(run.plan, epochs=epochs, budget=budget)
         ledger.budget = budget
-        for sentence in weaknesses(None, target_delta, told, unit=ledger.unit):
-            ledger.warn(sentence)
+        ledger.warn(*weaknesses(None, target_delta, told, unit=ledger.unit))
         ledger.reserve(run.plan.event, events)
         return result
 
@@ -335,10 +278,8 @@ class PrivacyEngine:
         """
         run = self._running()
         run.guard.warn_of_unknowns()
-        try:
-            run.guard.review()
-        except CaptureError as error:
-            self.ledger.invalidate(str(error))
+        if fault := run.fault():
+            self.ledger.invalidate(fault)
         training = {**run.plan.describe(), "weights_sha256": run.weights_digest()}
         return certificate(self.ledger, delta=delta, training=training)
 
@@ -384,17 +325,7 @@ class PrivacyEngine:
             raise ValueError(f"Expected an engine state with the keys {sorted(expected)}.")
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
-        mine, theirs = run.plan.describe(), without_retired_options(state["run"])
-        different = [
-            f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
-            for key in {**mine, **theirs}
-            if theirs.get(key) != mine.get(key)
-        ]
-        if different:
-            raise ValueError(
-                f"The state does not fit this run: {'; '.join(different)}. Set the engine up as it "
-                "was when the state was saved."
-            )
+        run.plan.check_described(state["run"])
         loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
         try:  # all or nothing
             run.mechanism.load_state_dict(state["mechanism"])
@@ -420,17 +351,16 @@ class PrivacyEngine:
         first one writes; all of them load. A sharded model is saved into a folder: every process
         calls this, and writes its shards.
         """
-        sharded = bool(Shards(module))
-        with self.processes.together() if sharded else nullcontext():
-            content = {
+
+        def content() -> dict[str, Any]:
+            return {
                 "engine": self.state_dict(),
                 "module": module.state_dict(),
                 "optimizer": None if optimizer is None else optimizer.state_dict(),
                 "checkpoint_dict": checkpoint_dict or {},
             }
-        if sharded:
-            return save_folder(path, content, self.processes)
-        return save_file(path, content) if self.processes.is_first else None
+
+        return save(path, content, module, self.processes)
 
     def load_checkpoint(
         self, path: str | Path | BinaryIO, *, module: nn.Module, optimizer: Optimizer | None = None
@@ -441,10 +371,7 @@ class PrivacyEngine:
         model that is not sharded.
         """
         keys = {"engine", "module", "optimizer", "checkpoint_dict"}
-        if isinstance(path, str | Path) and (Shards(module) or Path(path).is_dir()):
-            content = load_folder(path, keys, module, self.processes)
-        else:
-            content = load_file(path, keys)
+        content = load(path, keys, module, self.processes)
         if optimizer is not None and content["optimizer"] is None:
             raise ValueError(f"{path} holds no optimizer state: load it without optimizer=.")
         # The books first: weights must never be restored without what they cost.
@@ -459,16 +386,6 @@ class PrivacyEngine:
         """Take every hook off the model, the optimizer and the criterion; training is over."""
         if self._run is not None:
             self._run.remove()
-
-    def _put_on_record(self, plan: Plan, public: list[PublicUse]) -> None:
-        self.ledger.protect(plan.unit)
-        for data, purpose in public:
-            self.ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
-        for sentence in plan.warnings:
-            self.ledger.warn(sentence)
-        if plan.noise_multiplier == 0:
-            self.ledger.invalidate("noise_multiplier is 0")
-        _logger.info("dpspan: %s", plan.describe())
 
     def _join(self) -> Processes:
         """The processes of this run, which hear of each other's notes on the ledger."""

@@ -8,12 +8,14 @@ from dp_accounting import DpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import account
-from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD
+from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.sharded import name_of
 from dpspan.support.units import Ids, Units
@@ -99,6 +101,20 @@ class Plan:
             "trainable_parameters": self.trainable_parameters,
         }
 
+    def check_described(self, described: dict[str, Any]) -> None:
+        """ValueError if a saved description is another plan's."""
+        mine, theirs = self.describe(), without_retired_options(described)
+        different = [
+            f"{key} is {theirs.get(key)!r} there, {mine.get(key)!r} here"
+            for key in {**mine, **theirs}
+            if theirs.get(key) != mine.get(key)
+        ]
+        if different:
+            raise ValueError(
+                f"The state does not fit this run: {'; '.join(different)}. Set the engine up as it "
+                "was when the state was saved."
+            )
+
     def __str__(self) -> str:
         how = {k: v for k, v in self.method.describe().items() if k != "method" and v is not None}
         settings = ", ".join(f"{name}={value}" for name, value in how.items())
@@ -124,6 +140,15 @@ class Plan:
         if self.budget is None:
             return "see plan.epsilon(epochs, delta)"
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
+
+
+def calibrated(sampling: Draw, epochs: int, budget: Budget, ledger: Ledger) -> tuple[float, int]:
+    """The least noise multiplier for so many epochs beside the ledger's; and their events."""
+    events = check_count("epochs", epochs) * sampling.events_per_epoch
+    z = calibrate_event(
+        sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
+    )
+    return z, events
 
 
 def units_of(unit: Ids | Units | None, most: int, loader: DataLoader[Any]) -> Units | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: a folder, into which every process writes its own shards.
+"""Checkpoints of runs: a file, or of a sharded model a folder into which every process writes.
 
 By torch.distributed.checkpoint, as safetensors: loading executes nothing, and into any number of
 processes. The books, with all that is not sharded, name the shards that they belong to and are
@@ -9,6 +9,7 @@ import importlib
 import math
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,9 +20,33 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpspan.engine.checkpoint import damaged, load_file, save_file
 from dpspan.support.distributed import Processes, is_sharded
-from dpspan.support.sharded import local
+from dpspan.support.sharded import Shards, local
 
 _BOOKS, _SHARDS = "books.safetensors", "shards"
+
+
+def save(
+    path: str | Path | BinaryIO,
+    content: Callable[[], dict[str, Any]],
+    module: nn.Module,
+    processes: Processes,
+) -> Path | None:
+    """Into one file, which the first process writes; into a folder, if the model is sharded."""
+    if Shards(module):
+        with processes.together():
+            found = content()
+        return save_folder(path, found, processes)
+    found = content()
+    return save_file(path, found) if processes.is_first else None
+
+
+def load(
+    path: str | Path | BinaryIO, keys: set[str], module: nn.Module, processes: Processes
+) -> dict[str, Any]:
+    """What `save` wrote."""
+    if isinstance(path, str | Path) and (Shards(module) or Path(path).is_dir()):
+        return load_folder(path, keys, module, processes)
+    return load_file(path, keys)
 
 
 def save_folder(path: str | Path | BinaryIO, content: dict[str, Any], processes: Processes) -> Path:

@@ -104,7 +104,7 @@ def _source(path: Path, label: str | None, part: str) -> _Keys:
     elif path.suffix == ".csv":
         kind, keys = "csv", _columns(path, _csv_names(path), label)
     elif path.suffix in (".parquet", ".pq"):
-        from dpspan.app.data import open_parquet
+        from dpspan.app.tables import open_parquet
 
         kind, keys = "parquet", _columns(path, open_parquet(path).schema_arrow.names, label)
     elif "idx" in path.name or "ubyte" in path.name:
@@ -144,7 +144,7 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
 
 
 def _csv_names(path: Path) -> list[str]:
-    from dpspan.app.data import is_number, read_csv
+    from dpspan.app.tables import is_number, read_csv
 
     _, names = next(read_csv(path))
     measured = any(is_number(name) and not name.strip().isdecimal() for name in names)

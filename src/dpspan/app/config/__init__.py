@@ -17,9 +17,10 @@ from dpspan.app.config.sections import (
     TrainingSection,
     WarmStartSection,
 )
-from dpspan.app.data import Csv, HuggingFace, Idx, ImageFolder, Npz, Parquet
+from dpspan.app.data import HuggingFace, Idx, ImageFolder, Npz
 from dpspan.app.section import ConfigError as ConfigError
 from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text, refuse
+from dpspan.app.tables import Csv, Parquet
 from dpspan.support.units import RECORDS_PER_UNIT
 
 AnySource = Annotated[
