@@ -18,12 +18,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.gradients.graphs import Graphs
-from dpspan.gradients.layers import rule_for
+from dpspan.gradients.layers import own_parameters, rule_for
 from dpspan.gradients.layers.groups import Alike, Groups, Ragged
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
 from dpspan.gradients.layers.terms import Rows, Term, only_first, weighted
@@ -315,7 +314,7 @@ class Capture:
 
     def owns(self, path: str, module: nn.Module) -> bool:
         """Whether a module has trainable parameters of its own."""
-        return any(joined(path, name) in self._names for name in _own_parameters(module))
+        return any(joined(path, name) in self._names for name in own_parameters(module))
 
     def _name(self, name: str) -> str:
         """The name under which a parameter is recorded; the first of several, if it is shared."""
@@ -494,15 +493,3 @@ def _trainable(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
             if parameter is not None and parameter.requires_grad:
                 name = joined(path, own)
                 yield name, first.setdefault(parameter, name), module
-
-
-def _own_parameters(module: nn.Module) -> Iterator[str]:
-    """Names of a module's own parameters; lists and dicts of them belong to who holds them.
-
-    So do the parameters from which a parametrization computes a weight.
-    """
-    yield from module._parameters
-    for name, child in module.named_children():
-        holds = isinstance(child, nn.ParameterList | nn.ParameterDict)
-        if holds or (name == "parametrizations" and parametrize.is_parametrized(module)):
-            yield from (joined(name, own) for own, _ in child.named_parameters())

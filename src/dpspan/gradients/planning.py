@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-4  # of the parameter's gradient and of the whole gradient
+_MODES: tuple[Mode, ...] = ("without dropout", "evaluation")
 _COARSE = 30  # times that where half precision or TF32 may be about
 
 
@@ -220,8 +221,7 @@ class Planner:
             with left_as_found(model, seed, mode=mode):
                 return _made_up_losses(run(*args, **kwargs), FEW * views, views)
 
-        modes: tuple[Mode, ...] = ("without dropout", "evaluation")
-        for mode in modes:
+        for mode in _MODES:
             plain, again = losses(plainly, 0, mode), losses(plainly, 1, mode)
             if plain is None or again is None:
                 return None  # there is no output to compare

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dpspan.gradients.layers.conv import conv_terms
 from dpspan.gradients.layers.embedding import embedding_terms
@@ -37,6 +38,18 @@ def rule_for(module: nn.Module) -> Rule | None:
             plain = names <= {"weight", "bias"} and not any(True for _ in module.children())
             return rule if plain and any(_runs_as(module, kind) for kind in kinds) else None
     return None
+
+
+def own_parameters(module: nn.Module) -> Iterator[str]:
+    """Names of a module's own parameters; lists and dicts of them belong to who holds them.
+
+    So do the parameters from which a parametrization computes a weight.
+    """
+    yield from module._parameters
+    for name, child in module.named_children():
+        holds = isinstance(child, nn.ParameterList | nn.ParameterDict)
+        if holds or (name == "parametrizations" and parametrize.is_parametrized(module)):
+            yield from (f"{name}.{own}" for own, _ in child.named_parameters())
 
 
 def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
