@@ -1,4 +1,5 @@
-"""Attacks on a trained model: what it tells about the samples that it was trained on."""
+"""Audits: what a private step does, measured against what it declares, and attacks on a model."""
 
+from dpspan.audit.lower_bound import epsilon_lower_bound as epsilon_lower_bound
 from dpspan.audit.membership import MembershipResult as MembershipResult
 from dpspan.audit.membership import membership_inference as membership_inference
