@@ -44,7 +44,7 @@ from dpspan.support.checks import check_number, expect
 FEWEST = 10  # canaries
 _LEVELS = 24  # of weights, which are whole numbers: sums of them have an exact law
 _CELLS = (0.05, 0.25)  # a cell is a third of its start wide, within these limits
-_PRECISE = 1e-3  # of a bound; it is rounded down
+_PRECISE = 4e-3  # of a bound; it is rounded down
 _ROUNDING = 1e-10  # of probabilities by Fourier transform, generously
 _SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of the coins that may be guessed
 
