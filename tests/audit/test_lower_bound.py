@@ -9,6 +9,7 @@ from scipy.stats import binom
 
 from dpspan.audit import epsilon_lower_bound
 from dpspan.audit.lower_bound import (
+    _CELLS,
     _cells,
     _critical,
     _guesses,
@@ -148,7 +149,7 @@ def test_what_delta_buys_is_the_best_that_it_can_buy() -> None:
 @pytest.mark.parametrize("delta", [0.0, 1e-4])
 def test_each_cell_refutes_with_its_probability(n: int, delta: float) -> None:
     """The critical weight is the least of those that chance alone seldom reaches."""
-    for (start, end), _ in zip(_cells(), range(12), strict=False):
+    for (start, end), _ in zip(_cells(*_CELLS), range(12), strict=False):
         weights, critical = _weights(n, start, 0.05), _critical(n, start, end, delta, 0.05)
         law = _law(weights, end)
         assert law[critical:].sum() <= 0.05
@@ -250,3 +251,27 @@ def test_refusals(arguments: tuple, message: str) -> None:
     named = dict(zip(("delta", "confidence"), rest, strict=False))
     with pytest.raises(ValueError, match=message):
         epsilon_lower_bound(scores, included, **{"delta": DELTA, **named})
+
+
+def test_the_benchmark_has_the_published_bounds() -> None:
+    from benchmarks import audit
+
+    right = np.array([5, 60, 75, 90, 100])
+    for guesses, n in ((100, 200), (100, 1000)):
+        expected = [steinke(n, guesses, int(v), DELTA) for v in right]
+        np.testing.assert_allclose(audit.steinke(n, guesses, right), expected, atol=0.01)
+        for theirs, oracle in (
+            (audit.of_approximate, of_approximate(DELTA)),
+            (audit.of_gaussian, of_gaussian),
+        ):
+            expected = [mahloujifar(n, guesses, int(v), oracle) for v in right]
+            found = audit.mahloujifar(n, guesses, right, theirs)
+            np.testing.assert_allclose(found, expected, atol=5e-3)
+
+
+def test_the_tables_of_the_benchmark() -> None:
+    from benchmarks import audit
+
+    row = audit.calibration(simulations=4)[0]
+    assert row["simulations"] == 4
+    assert audit.table([{"a": 1, "b": 0.5}]) == "| a | b |\n|---|---|\n| 1 | 0.50 |"

@@ -43,10 +43,10 @@ from dpspan.support.checks import check_number, expect
 
 FEWEST = 10  # canaries
 _LEVELS = 24  # of weights, which are whole numbers: sums of them have an exact law
-_CELLS = (0.05, 0.25)  # a cell is a third of its start wide, within these limits
+_CELLS, _CELLS_OF_SHIFTS = (0.05, 0.25), (0.04, 0.08)  # a third of its start wide, within these
 _PRECISE = 4e-3  # of a bound; it is rounded down
 _ROUNDING = 1e-10  # of probabilities by Fourier transform, generously
-_SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)  # of the coins that may be guessed
+_SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)  # of the coins that may be guessed
 
 
 def epsilon_lower_bound(
@@ -107,11 +107,11 @@ def _right_guesses(scores: Array, coins: Array) -> Array:
     return right[lot][order]
 
 
-def _cells() -> Iterator[tuple[float, float]]:
+def _cells(least: float, most: float) -> Iterator[tuple[float, float]]:
     """Start and end of the cells that values to be refuted lie in."""
     start = 0.0
     while True:
-        end = start + min(max(start / 3, _CELLS[0]), _CELLS[1])
+        end = start + min(max(start / 3, least), most)
         yield start, end
         start = end
 
@@ -129,7 +129,7 @@ def _log_odds(n: int, shift: float) -> Array:
 
 def _bound(right: Array, delta: float, tail: float) -> float:
     n = len(right)
-    for start, end in _cells():
+    for start, end in _cells(*_CELLS):
         reached = int(_weights(n, start, tail) @ right)
         critical = functools.partial(_critical, n, start, delta=delta, tail=tail)
         if reached < critical(end):
@@ -218,7 +218,7 @@ def epsilon_of_shift(shift: float, delta: float) -> float:
 
 def _shift_bound(right: Array, tail: float) -> float:
     n, counts = len(right), np.cumsum(right)
-    for start, end in _cells():
+    for start, end in _cells(*_CELLS_OF_SHIFTS):
         guesses, critical = _guesses(n, end, tail)
         found = int(counts[guesses - 1])
         if found < critical:
