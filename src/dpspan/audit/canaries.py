@@ -22,6 +22,7 @@ from dpspan.audit.lower_bound import FEWEST, epsilon_lower_bound
 from dpspan.audit.sensitivity import Loss, exchanged
 from dpspan.audit.step import Prepared
 from dpspan.engine.private_step import PrivateRun
+from dpspan.engine.sampling import PoissonDraw
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients, SmallGradient
 from dpspan.mechanisms.base import EMBEDDING, Sums
@@ -171,6 +172,10 @@ class _Planted:
         self, run: PrivateRun, coins: np.random.Generator, generator: torch.Generator
     ) -> None:
         self._run, self._coins, self._generator = run, coins, generator
+        draw = run.plan.sampling
+        if not isinstance(draw, PoissonDraw):
+            raise ValueError("Canaries are drawn by Poisson sampling: leave poisson_sampling=True.")
+        self._rate = draw.sample_rate
         self._trained = {n: p for n, p in run._module.named_parameters() if p.requires_grad}
         self._size = sum(p.numel() for p in self._trained.values())
         self._mechanism = cast(Any, run.mechanism)
@@ -207,8 +212,7 @@ class _Planted:
             return total
         self._now = self._directions()
         plan = self._run.plan
-        rate = getattr(plan.sampling, "sample_rate", 1 / plan.sampling.steps_per_epoch)
-        drawn = self.coins & (self._coins.random(len(self.coins)) < rate)
+        drawn = self.coins & (self._coins.random(len(self.coins)) < self._rate)
         if not drawn.any():
             return total
         length = _LENGTH * plan.method.clip_norm

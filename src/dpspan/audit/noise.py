@@ -23,6 +23,7 @@ from dpspan.public.fingerprints import Array
 
 _DRAWS, _NUMBERS = 3000, 20_000_000  # at most so many draws, and numbers in all
 _COMPARED, _CROSSED = 24, 400  # draws that are compared with each other, and part with part
+LONGEST = 100_000  # numbers of a draw that are compared
 _FORKED = 1000  # numbers of each part that a forked process draws
 _TAILS = (3.0, 4.0, 5.0)
 
@@ -88,7 +89,7 @@ def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNois
     for number in range(draws):
         x = watch.draw()
         if number < _COMPARED:
-            kept[f"draw {number + 1}"] = x
+            kept[f"draw {number + 1}"] = x[:LONGEST].copy()
         if number < _CROSSED:
             across += _products([x[a:b] for a, b in pairwise(ends)])
         square = x * x
@@ -146,11 +147,11 @@ def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNois
 
 
 def _products(vectors: list[Array]) -> Array:
-    """Σ x·y of each two of them, as far as both go, in units of its std."""
-    lengths = [len(x) for x in vectors]
+    """Σ x·y of each two of them, as far as both go and within limits, in units of its std."""
+    lengths = [min(len(x), LONGEST) for x in vectors]
     padded = np.zeros((len(vectors), max(lengths)))
-    for row, x in zip(padded, vectors, strict=True):
-        row[: len(x)] = x
+    for row, x, length in zip(padded, vectors, lengths, strict=True):
+        row[:length] = x[:length]
     products: Array = padded @ padded.T / np.sqrt(np.minimum.outer(lengths, lengths))
     return products
 

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpspan.audit.findings import StepAudit
-from dpspan.audit.noise import NoiseWatch, drawn_by_a_fork, measure_noise
+from dpspan.audit.noise import LONGEST, NoiseWatch, drawn_by_a_fork, measure_noise
 from dpspan.audit.sampler import sampler_checks
 from dpspan.audit.sensitivity import Batches, Loss, sensitivity_checks
 from dpspan.engine.engine import PrivacyEngine
@@ -66,8 +66,8 @@ def audit_step(prepare: Callable[[], Prepared], loss: Loss, *, seed: int = 0) ->
         expect(run._graphs is None, "a run without cuda_graphs, to look into its steps", True)
         sums, noise = _real_steps(run, module, optimizer, loader, loss)
         watch = NoiseWatch(run, sums)
-        scaled = [watch.scaled(each) for each in noise]
-        releases |= {f"step {i + 1} of run {number}": each for i, each in enumerate(scaled)}
+        for i, each in enumerate(noise):
+            releases[f"step {i + 1} of run {number}"] = watch.scaled(each)[:LONGEST].copy()
         if number == 1:
             engine.detach()
     assert watch is not None
@@ -88,23 +88,23 @@ def _real_steps(
 ) -> tuple[Sums, list[Sums]]:
     """Train for some steps; what was summed last, and what each release added."""
     mechanism: Any = run.mechanism
-    release, seen = mechanism.release, []
+    release, summed, noise = mechanism.release, dict[str, Tensor](), list[Sums]()
 
     def watched(total: Sums, *rest: Any) -> Sums:
-        summed = {name: value.clone() for name, value in total.items()}
+        summed.update({name: value.clone() for name, value in total.items()})
         released: Sums = release(total, *rest)
-        seen.append((summed, {name: x.clone() for name, x in released.items()}))
+        noise.append({name: released[name] - value for name, value in summed.items()})
         return released
 
     mechanism.release = watched
     try:
-        while len(seen) < _STEPS:
+        while len(noise) < _STEPS:
             for batch in loader:
                 optimizer.zero_grad()
                 loss(module, batch).backward()
                 optimizer.step()
-                if len(seen) >= _STEPS:
+                if len(noise) >= _STEPS:
                     break
     finally:
         mechanism.release = release
-    return seen[-1][0], [{n: r[n] - s[n] for n in s} for s, r in seen]
+    return summed, noise
