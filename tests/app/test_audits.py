@@ -108,6 +108,13 @@ def test_canaries_in_a_rehearsal(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "ε ≥" in found
 
 
+@pytest.mark.parametrize("which", ["step", "canaries"])
+def test_units_of_several_records_are_refused(folder: Path, which: str) -> None:
+    path = written(folder, data={**settings(folder)["data"], "unit": "person"})
+    refused = dpspan("audit", which, path, code=1)
+    assert "Error: An audit takes each record for its own unit" in refused.stderr
+
+
 def test_the_old_form_warns(folder: Path) -> None:
     dpspan("train", written(folder))
     new = dpspan("audit", "membership", folder / "run")

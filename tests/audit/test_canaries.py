@@ -127,6 +127,8 @@ def test_black_box_canaries_are_in_the_data_by_their_coins(
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="Canaries are drawn by Poisson sampling"):
         rehearsed(poisson_sampling=False)
+    with pytest.raises(ValueError, match="Expected each record to be its own unit, got 'unit'"):
+        rehearsed(unit=[i // 2 for i in range(40)], records_per_unit=2)
     with pytest.raises(ValueError, match="canaries to be an integer of at least 10"):
         audit_canaries(lambda added: None, loss, steps=1, delta=1e-5, canaries=3)
     with pytest.raises(ValueError, match="steps to be an integer of at least 1"):

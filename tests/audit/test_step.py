@@ -335,3 +335,5 @@ def test_what_it_says() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="Expected a run with noise to audit, got 0"):
         audited(noise_multiplier=0.0, non_private=True)
+    with pytest.raises(ValueError, match="Expected each record to be its own unit, got 'unit'"):
+        audited(unit=[i // 2 for i in range(40)], records_per_unit=2)

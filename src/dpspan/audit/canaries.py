@@ -173,6 +173,7 @@ class _Planted:
     ) -> None:
         self._run, self._coins, self._generator = run, coins, generator
         draw = run.plan.sampling
+        expect(run.plan.unit == "record", "each record to be its own unit", run.plan.unit)
         if not isinstance(draw, PoissonDraw):
             raise ValueError("Canaries are drawn by Poisson sampling: leave poisson_sampling=True.")
         self._rate = draw.sample_rate

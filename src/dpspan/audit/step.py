@@ -62,6 +62,7 @@ def audit_step(prepare: Callable[[], Prepared], loss: Loss, *, seed: int = 0) ->
         run = engine._running()
         z = run.plan.noise_multiplier
         expect(z > 0, "a run with noise to audit", z)
+        expect(run.plan.unit == "record", "each record to be its own unit", run.plan.unit)
         expect(run.processes.world == 1, "one process: audit before torchrun", run.processes.world)
         expect(run._graphs is None, "a run without cuda_graphs, to look into its steps", True)
         sums, noise = _real_steps(run, module, optimizer, loader, loss)

@@ -26,6 +26,8 @@ class Rehearsal:
     """
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
+        if config.data.unit is not None:
+            raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
         kept = folder.features if folder.features.exists() else None
         parts = make_parts(config, features=kept if config.features is not None else None)
         private = parts.private.dataset
