@@ -35,6 +35,7 @@ IN_TRAINING = "canaries of an audit were in the training: a rehearsal, and no mo
 
 _LENGTH = 10.0  # of a canary's gradient, in clips
 _MOST_NUMBERS = 4e8  # in all directions together
+_MOST_WORK = 1e11  # for directions at right angles, which do not hide each other
 _MOST = 1000  # canaries, unless more are asked for
 
 
@@ -194,6 +195,8 @@ class _Planted:
         expect(count * self._size <= _MOST_NUMBERS, most, count * self._size)
         like = next(iter(self._trained.values())).detach()
         self._fixed = torch.randn(count, self._size, generator=self._generator).to(like)
+        if count <= self._size and count**2 * self._size <= _MOST_WORK:  # else nearly so anyway
+            self._fixed = torch.linalg.qr(self._fixed.T).Q.T.contiguous()
         self._now, self._real = self._fixed, dict[str, Tensor]()  # of the present step
         self.coins = self._coins.random(count) < 0.5
         self.scores, self.inside, self.steps = np.zeros(count), 0, 0
@@ -253,12 +256,13 @@ class _Planted:
         mechanism, now = self._mechanism, self._fixed.clone()
         if isinstance(mechanism, SubspaceMechanism) and mechanism._span is not None:
             span = mechanism.span
-            whole = any(not isinstance(name, SmallGradient) for name in self._real)
-            self.inside = min(len(now), span.dimensions) // 2 if whole else len(now)
-            chosen = span.embed(self._as_gradients(now[: self.inside]))
-            basis = [span.lift(unit) for unit in torch.eye(span.dimensions).to(chosen)]
+            basis = [span.lift(unit) for unit in torch.eye(span.dimensions).to(now)]
             flat = torch.stack([torch.cat([b[n].flatten() for n in self._trained]) for b in basis])
-            now[: self.inside] = (chosen @ flat.to(chosen)).to(now)
+            flat = flat.to(now)
+            whole = any(not isinstance(name, SmallGradient) for name in self._real)
+            self.inside = min(len(now) // 2 if whole else len(now), len(flat))
+            now -= (now @ flat.T) @ flat
+            now[: self.inside] = flat[: self.inside]
         elif carriers := mechanism.carriers():
             self.inside = len(now) // 2
             names, start = [*self._trained], 0
