@@ -203,6 +203,8 @@ def test_as_a_configuration(tmp_path: Path, name: str) -> None:
     said("choose", path, "--unprivate-rank")
     said("compare", path, "--out", "both")
     said("audit", path)
+    said("audit", "step", path)
+    said("audit", "canaries", path)
     said("report", path)
     with pytest.raises(ConfigError) as caught:
         parse_config(path.read_bytes().decode("latin-1") if path.is_file() else "3")

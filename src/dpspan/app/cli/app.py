@@ -107,7 +107,10 @@ def _options(
 ) -> None:
     """Options of all commands."""
     if quiet:
-        ctx.default_map = {str(ctx.invoked_subcommand): {"quiet": True}}
+        invoked, quietly = str(ctx.invoked_subcommand), {"quiet": True}
+        command = getattr(ctx.command, "commands", {}).get(invoked)
+        below = getattr(command, "commands", ())  # of `dpspan audit`
+        ctx.default_map = {invoked: {**quietly, **dict.fromkeys(below, quietly)}}
 
 
 def say(text: str) -> None:

@@ -1,11 +1,10 @@
-"""Commands about one run: `dpspan train`, `choose`, `audit` and `report`."""
+"""Commands about one run: `dpspan train`, `choose` and `report`."""
 
 from __future__ import annotations
 
 import os
 import signal
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +12,10 @@ import typer
 from rich.console import Console
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, say
-from dpspan.support.strict_json import plain
 
 if TYPE_CHECKING:
     from dpspan.app.run import Progress, Result
 
-_AUDITED = "unprivate: an audit (membership inference) of the model was made on private records"
 _EARLY = {
     "budget spent": "as steps that an interruption lost had to be paid for",
     "diverged": "as the weights grew without bound: lower the learning rate",
@@ -159,54 +156,6 @@ def choose_command(
     made = f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}"
     note = f"{choice['note']} `dpspan train {config}` uses it, and pays for it."
     answer(choice, made, as_json=as_json, quiet=quiet, note=note)
-
-
-@app.command(name="audit")
-def audit_command(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Can the members of RUN's training data be told by their loss? The answer is NOT private.
-
-    It is kept in audit.json, and RUN's certificate and reports will say that it was asked for.
-    """
-    check_exists(run)
-    from dpspan.app.config import load_config
-    from dpspan.app.run import RunFolder
-    from dpspan.app.run.from_config import load_weights, make_parts
-    from dpspan.audit import membership_inference
-
-    folder = RunFolder(run)
-    if not folder.model.exists():
-        raise FileNotFoundError(f"{run} holds no finished run: there is no {folder.model.name}.")
-    if folder.run.exists() and not folder.config.exists():
-        raise ValueError(
-            f"{run} is a run of a comparison, which leaves no {folder.config.name} to find its "
-            "records by. Audit what `dpspan train` makes of that configuration: one more release."
-        )
-    settings = load_config(folder.config)
-    kept = folder.kept_features(wanted=settings.features is not None)
-    parts = make_parts(settings, features=kept)
-    if parts.test is None:
-        others = f"others of the same kind: name such data under data.test of {folder.config}"
-        raise ValueError(f"The attack compares private records with {others}.")
-    load_weights(parts.model, folder.model)
-    result = membership_inference(
-        parts.model, parts.private.tensors, parts.test.tensors, seed=settings.training.seed
-    )
-    outcome = {f"unprivate_{name}": value for name, value in asdict(result).items()}
-    with folder.locked():
-        folder.warn(_AUDITED)  # on record before anybody sees the outcome
-        folder.write_json(folder.audit, plain(outcome))
-    low, high = result.confidence
-    found = (
-        f"NOT PRIVATE, for your eyes only: the attack tells {result.success_rate:.1%} right "
-        f"(95 % interval {low:.1%} to {high:.1%}; guessing gives 50 %), AUC {result.auc:.3f}. A "
-        "high rate proves a leak; a rate near 50 % proves nothing, as better attacks may succeed."
-    )
-    note = f"{folder.audit} holds this, and must not be published; the certificate mentions it."
-    answer({"private": False, **outcome}, found, as_json=as_json, quiet=quiet, note=note)
 
 
 @app.command(name="report")

@@ -1,0 +1,69 @@
+"""A configuration's runs as audits need them: made anew, thrown away, and off the books."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset
+
+from dpspan.accounting.ledger import Ledger
+from dpspan.app.config import Config
+from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.from_config import contender_of, make_parts, task_of
+from dpspan.app.run.training import FixedNoise, Training, noise_for
+from dpspan.audit.step import Prepared
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.public.data import move
+
+
+class Rehearsal:
+    """What `audit_step` and `audit_canaries` ask for: `prepare` and `loss`.
+
+    A warm start is left out, and so is the schedule. Of public data that are yet to be chosen the
+    first are used: to choose would cost privacy.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        if config.data.unit is not None:
+            raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
+        kept = folder.features if folder.features.exists() else None
+        parts = make_parts(config, features=kept if config.features is not None else None)
+        private = parts.private.dataset
+        chosen = None
+        if config.choose is not None:
+            made = read_json(folder.choice) if folder.choice.exists() else {}
+            chosen = made.get("chosen", next(iter(parts.public)))
+        records = config.data.records or len(private)
+        self._contender = contender_of(
+            "audit", config, parts.public, records=records, chosen=chosen
+        )
+        task = task_of(config, parts.private, private, None)
+        self.task = dataclasses.replace(task, cuda_graphs=False)
+        if isinstance(task.budget, FixedNoise):
+            self._z = task.budget.noise_multiplier
+        else:
+            self._z = noise_for(task, self._contender, records)
+        self._seed = config.training.seed
+        rate = self.task.sample_rate
+        draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
+        self.steps = self.task.epochs * draw.steps_per_epoch
+        inputs, labels = private[0]
+        self.like = (torch.zeros_like(inputs), 0 * labels)  # a record's form, and nobody's content
+
+    def prepare(self, added: Sequence[Any] = ()) -> Prepared:
+        """A private run that has not begun, with these records among the private ones."""
+        records: Any = ConcatDataset([self.task.private, added]) if added else self.task.private  # type: ignore[list-item]
+        training = Training(
+            dataclasses.replace(self.task, private=records), self._contender, self._seed
+        )
+        ledger = Ledger(accountant=self.task.accountant)
+        rate = self.task.sample_rate
+        training.prepare(ledger, noise_multiplier=self._z, sample_rate=rate, goes_on=True)
+        return training.engine, training.model, training.optimizer, training.loader
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = move(tuple(batch), torch.device(self.task.device))
+        value: Tensor = self.task.criterion(model(inputs), labels)
+        return value

@@ -1,0 +1,80 @@
+"""What an audit of a step found: checks with what was measured and what was declared."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scipy.stats import binom, chi2, norm
+
+from dpspan.support.strict_json import plain
+
+# A sound step is accused by a check about once in a million audits.
+RARE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that was measured. `part` is 'sensitivity', 'noise' or 'sampler'."""
+
+    part: str
+    name: str
+    measured: float
+    declared: str
+    passed: bool
+
+    def __str__(self) -> str:
+        said = "ok  " if self.passed else "FAIL"
+        return (
+            f"{said} {self.part:<11} {self.name}: {self.measured:.4g} (declared: {self.declared})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAudit:
+    """The outcome of `audit_step`. A bug that is found is certain; none found proves nothing.
+
+    Whether a check passed may depend on private records: this is for the operator to read.
+    """
+
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]  # what could not be looked at
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    @property
+    def findings(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data, None for what is not finite; tagged as not private."""
+        checks = [plain(asdict(check)) for check in self.checks]
+        return {"passed": self.passed, "checks": checks, "notes": [*self.notes], "unprivate": True}
+
+    def lines(self) -> Iterator[str]:
+        yield from map(str, self.checks)
+        yield from (f"note {note}" for note in self.notes)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def rare_normal(value: float, among: int = 1) -> bool:
+    """Whether a standard normal number, the largest of so many, is as large as this too seldom."""
+    return not math.isfinite(value) or 2 * float(norm.sf(abs(value))) * among < RARE
+
+
+def rare_square(total: float, freedom: float, among: int = 1) -> bool:
+    """The same of a χ² number, in both directions."""
+    if not math.isfinite(total):
+        return True
+    tail = min(float(chi2.sf(total, freedom)), float(chi2.cdf(total, freedom)))
+    return 2 * tail * among < RARE
+
+
+def rare_count(count: int, of: int, probability: float) -> bool:
+    """The same of a binomial number."""
+    law = binom(of, probability)
+    return 2 * min(float(law.sf(count - 1)), float(law.cdf(count))) < RARE

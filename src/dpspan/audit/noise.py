@@ -1,0 +1,180 @@
+"""Is the noise of a step what it was asked to be: its variance, its tails, and fresh every time?
+
+What a release asks for is read off at `Noise.add`; what it adds is what the release of nothing is,
+or, in a step, what was released less what was summed.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import ndtr
+from torch import Tensor
+
+from dpspan.audit.findings import Check, rare_count, rare_normal, rare_square
+from dpspan.engine.private_step import PrivateRun
+from dpspan.mechanisms.base import Sums
+from dpspan.public.fingerprints import Array
+
+_DRAWS, _NUMBERS = 3000, 20_000_000  # at most so many draws, and numbers in all
+_COMPARED, _CROSSED = 24, 400  # draws that are compared with each other, and part with part
+LONGEST = 100_000  # numbers of a draw that are compared
+_FORKED = 1000  # numbers of each part that a forked process draws
+_TAILS = (3.0, 4.0, 5.0)
+
+
+class NoiseWatch:
+    """Notes the std that each part of a release asks for, and draws noise in units of it."""
+
+    def __init__(self, run: PrivateRun, like: Sums) -> None:
+        self._run, self._like, self.std = run, like, dict[str, float]()
+        first = self._drawn(like)
+        self.unknown = [name for name in like if name not in self.std]
+        for name in self.unknown:  # a mechanism may draw in a way of its own: its first draw tells
+            self.std[name] = float(first[name].double().square().mean().sqrt()) or 1.0
+        self.parts = [*like]
+        self.ends = np.cumsum([0, *(value.numel() for value in like.values())])
+
+    def _drawn(self, like: Sums) -> Sums:
+        """What the release of nothing is."""
+        noise: Any = self._run._noise
+        nothing = {n: torch.zeros_like(x, dtype=torch.float64) for n, x in like.items()}
+        add = noise.add
+
+        def watched(parts: Mapping[str, Tensor], std: float) -> dict[str, Tensor]:
+            self.std |= dict.fromkeys(parts, std)
+            result: dict[str, Tensor] = add(parts, std)
+            return result
+
+        noise.add = watched
+        try:
+            return self._run.mechanism.release(nothing, noise, self._run.plan.noise_multiplier)
+        finally:
+            noise.add = add
+
+    def draw(self, most: int | None = None) -> Array:
+        """The noise of one more release, of so many numbers of each part."""
+        like = self._like
+        if most is not None:
+            like = {name: value.flatten()[:most] for name, value in like.items()}
+        return self.scaled(self._drawn(like))
+
+    def scaled(self, noise: Sums) -> Array:
+        flat = [noise[name].detach().double().flatten() / self.std[name] for name in self._like]
+        numbers: Array = torch.cat(flat).cpu().numpy()
+        return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredNoise:
+    """Checks, the std of each part as it was measured, and how wrong that may be, relatively."""
+
+    checks: tuple[Check, ...]
+    std: Mapping[str, float]
+    error: float
+
+
+def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNoise:
+    """From fresh draws, and from those that real steps made, which have names."""
+    size, names, ends = int(watch.ends[-1]), watch.parts, watch.ends
+    draws = max(_COMPARED, min(_DRAWS, _NUMBERS // size))
+    squares, sums, fourth = np.zeros(size), np.zeros(size), 0.0
+    beyond, kept = dict.fromkeys(_TAILS, 0), dict(steps)
+    across = np.zeros((len(names), len(names)))
+    for number in range(draws):
+        x = watch.draw()
+        if number < _COMPARED:
+            kept[f"draw {number + 1}"] = x[:LONGEST].copy()
+        if number < _CROSSED:
+            across += _products([x[a:b] for a, b in pairwise(ends)])
+        square = x * x
+        squares += square
+        sums += x
+        fourth += float(square @ square)
+        far = square[square > _TAILS[0] ** 2]
+        for at in _TAILS:
+            beyond[at] += int((far > at**2).sum())
+    checks: list[Check] = []
+
+    def check(name: str, measured: float, declared: str, rare: bool) -> None:
+        passed, measured = not rare, float(measured)
+        checks.append(
+            Check(part="noise", name=name, measured=measured, declared=declared, passed=passed)
+        )
+
+    totals, numbers = np.add.reduceat(squares, ends[:-1]), draws * np.diff(ends)
+    surplus = (totals - numbers) / np.sqrt(2 * numbers)  # in std errors
+    extremes: tuple[Callable[..., Any], ...] = (np.argmin, np.argmax)
+    for extreme in extremes if not watch.unknown else ():
+        part = int(extreme(surplus))
+        ratio, rare = (
+            totals[part] / numbers[part],
+            rare_square(totals[part], numbers[part], len(names)),
+        )
+        check(f"std of {names[part]}, of what was asked for", math.sqrt(ratio), "1", rare)
+    place = int(np.argmin(squares))
+    where = names[int(np.searchsorted(ends, place, side="right")) - 1]
+    rare = rare_square(squares[place], draws, size)
+    check(f"variance of a number in {where}", squares[place] / draws, "1", rare)
+    means = np.add.reduceat(sums, ends[:-1]) / np.sqrt(numbers)
+    mean = means[int(np.argmax(np.abs(means)))]
+    check("largest mean of a part, in std errors", mean, "small", rare_normal(mean, len(names)))
+    count = draws * size
+    excess = (fourth / count - 3) / math.sqrt(96 / count)
+    check("kurtosis, in std errors", excess, "small", rare_normal(excess))
+    for at, found in beyond.items():
+        law = 2 * float(ndtr(-at))
+        rare = rare_count(found, count, law)
+        check(f"numbers beyond {at:g} std", found, f"{count * law:.1f}", rare)
+    value = _largest(across)[0] / math.sqrt(min(draws, _CROSSED))
+    rare = rare_normal(value, len(names) ** 2)
+    check("correlation of two parts, in std errors", value, "small", rare)
+    value, first, second = _largest(_products([*kept.values()]))
+    pair, rare = f"{[*kept][first]} and {[*kept][second]}", rare_normal(value, len(kept) ** 2)
+    check(f"correlation of {pair}, in std errors", value, "small", rare)
+    # Parts that asked for the same std have it from all of their numbers.
+    asked, std = np.array([watch.std[name] for name in names]), {}
+    for name, own in zip(names, asked, strict=True):
+        alike = asked == own
+        std[name] = own * math.sqrt(totals[alike].sum() / numbers[alike].sum())
+    fewest = min(numbers[asked == own].sum() for own in asked)
+    return MeasuredNoise(checks=tuple(checks), std=std, error=5 / math.sqrt(2 * fewest))
+
+
+def _products(vectors: list[Array]) -> Array:
+    """Σ x·y of each two of them, as far as both go and within limits, in units of its std."""
+    lengths = [min(len(x), LONGEST) for x in vectors]
+    padded = np.zeros((len(vectors), max(lengths)))
+    for row, x, length in zip(padded, vectors, lengths, strict=True):
+        row[:length] = x[:length]
+    products: Array = padded @ padded.T / np.sqrt(np.minimum.outer(lengths, lengths))
+    return products
+
+
+def _largest(products: Array) -> tuple[float, int, int]:
+    np.fill_diagonal(products, 0)
+    first, second = np.unravel_index(np.argmax(np.abs(products)), products.shape)
+    return float(products[first, second]), int(first), int(second)
+
+
+def drawn_by_a_fork(watch: NoiseWatch) -> dict[str, Array]:
+    """What a forked process would add at its next release, and what this one would."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # nothing of torch's threads is left here: numbers, and out
+        try:
+            noise = watch.draw(most=_FORKED)
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(noise.tobytes())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        numbers = np.frombuffer(pipe.read())
+    os.waitpid(child, 0)
+    return {"a forked process": numbers, "its parent": watch.draw(most=_FORKED)}

@@ -1,0 +1,173 @@
+"""How far can one record move what is released, in units of its noise?
+
+A canary is the last row of a batch. Its content is exchanged while it counts nothing: then nobody
+else's row may change. Then it counts, and the sums move by what it adds. Random numbers are drawn
+from one seed, so that everybody keeps the same dropout masks. The sums are taken where they would
+get their noise: nothing is released, and the weights stay.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpspan.audit.findings import Check
+from dpspan.audit.noise import MeasuredNoise
+from dpspan.engine.private_step import PrivateRun
+from dpspan.engine.sampling import Piece
+from dpspan.mechanisms.base import Sums
+from dpspan.support.randomness import seeded
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Content = Callable[[Tensor], Tensor]
+
+_OTHERS = 15  # records beside the canary
+_SOME = 8  # canaries of a kind of which there are many
+_STEEP = 1e6  # what a loss is multiplied by, so that every gradient is clipped
+_ROUNDING = 1e-3  # of the declared sensitivity
+
+
+class _Stop(Exception):
+    """Raised in place of a release."""
+
+    def __init__(self, total: Sums) -> None:
+        self.total = total
+
+
+@contextmanager
+def stopping_at_release(run: PrivateRun) -> Iterator[None]:
+    """A step ends with an error that holds what it would have released, without noise."""
+    mechanism: Any = run.mechanism
+    release = mechanism.release
+
+    def stop(total: Sums, *_: Any) -> Sums:
+        raise _Stop({name: value.detach().double().clone() for name, value in total.items()})
+
+    mechanism.release = stop
+    try:
+        yield
+    finally:
+        mechanism.release = release
+
+
+class Batches:
+    """The sums of one batch whose last row is a canary."""
+
+    def __init__(self, run: PrivateRun, optimizer: Optimizer, loss: Loss, seed: int) -> None:
+        self._run, self._optimizer, self._loss, self._seed = run, optimizer, loss, seed
+        dataset = run.loader.dataset
+        count = min(_OTHERS + 1, len(dataset))
+        # Records are read once: augmentation by the dataset stays what it was.
+        *self._others, self.last = [dataset[i] for i in range(count)]
+        self._size = count
+
+    def sums(self, canary: Any, *, counts: bool, steepness: float = 1.0) -> Sums:
+        run, size = self._run, self._size
+        batch = run.loader.collate_fn([*self._others, canary])
+        run.on_piece(Piece(size, size, padded=False, first=True, last=True))
+        run.guard.hand_over(batch)
+        run.loader._seed = None  # this batch is not the loader's, and seeded on purpose
+        if not counts:
+            run._capture.batch.live = size - 1
+        with stopping_at_release(run), seeded(self._seed):
+            self._optimizer.zero_grad()
+            (self._loss(run._module, batch) * steepness).backward()
+            try:
+                self._optimizer.step()
+            except _Stop as stopped:
+                return stopped.total
+        raise RuntimeError("The optimizer's step released nothing: it must call the private step.")
+
+    def canaries(self) -> dict[str, list[Any]]:
+        """Records by their kind. Of whole numbers alone (words) there are no huge ones."""
+        generator = torch.Generator().manual_seed(self._seed)
+        if not _has_reals(self.last):
+            return {"other records": self._others[:_SOME]}
+
+        def normal(size: float) -> Content:
+            def content(x: Tensor) -> Tensor:
+                drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64) * size
+                largest = torch.finfo(x.dtype).max / 4
+                return drawn.clamp(-largest, largest).to(x.dtype)
+
+            return content
+
+        near = self._of_public() or self._others[:_SOME]
+        return {
+            "random": [exchanged(self.last, normal(1.0))],
+            "near the span": [
+                exchanged(each, lambda x: x + normal(1e-3)(x).to(x)) for each in near
+            ],
+            "far outside": [exchanged(self.last, normal(100.0))],
+            "huge": [exchanged(self.last, normal(1e12))],
+            "NaN": [exchanged(self.last, lambda x: torch.full_like(x, math.nan))],
+        }
+
+    def _of_public(self) -> list[Any]:
+        """Public samples, whose gradients are in the span of public ones, as records are given."""
+        data, some = next(iter(self._run.mechanism.public), None), []
+        if data is None or not isinstance(self.last, tuple | list):
+            return []
+        first, *_ = self.last
+        inputs = next(iter(data.pieces(_SOME))).inputs
+        if isinstance(first, Tensor) and isinstance(inputs, Tensor):
+            for sample, (_, *rest) in zip(inputs, self._others, strict=False):
+                if sample.shape == first.shape:
+                    some.append((sample.detach().to(first), *rest))
+        return some
+
+
+def exchanged(record: Any, content: Content) -> Any:
+    """A record with other content: its real numbers by `content`, whole ones as they are."""
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return content(leaf)
+        if isinstance(leaf, float):
+            return float(content(torch.tensor(leaf, dtype=torch.float64)))
+        return leaf
+
+    return tree_map(other, record)
+
+
+def _has_reals(record: Any) -> bool:
+    return any(
+        isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point())
+        for x in tree_leaves(record)
+    )
+
+
+def sensitivity_checks(batches: Batches, noise: MeasuredNoise, z: float) -> Iterator[Check]:
+    """A record may move the sums as far as noise of the measured std covers at z."""
+
+    def length(one: Sums, other: Sums) -> float:
+        parts = [(float((one[n] - other[n]).norm()), noise.std[n]) for n in one]
+        total = z * math.hypot(*(m / std if std else math.inf for m, std in parts if m))
+        return math.inf if math.isnan(total) else total
+
+    trials = {kind: (some, 1.0) for kind, some in batches.canaries().items()}
+    trials["steep loss"] = ([batches.last], _STEEP)
+    before: dict[float, Sums] = {}
+    most = 1 + noise.error + _ROUNDING
+    for kind, (canaries, steepness) in trials.items():
+        if steepness not in before:
+            before[steepness] = batches.sums(batches.last, counts=False, steepness=steepness)
+        moved = added = 0.0
+        for canary in canaries:
+            without = batches.sums(canary, counts=False, steepness=steepness)
+            counted = batches.sums(canary, counts=True, steepness=steepness)
+            moved = max(moved, length(without, before[steepness]))
+            added = max(added, length(counted, without))
+        yield _check(f"others moved by a canary ({kind})", moved, "0", moved <= _ROUNDING)
+        yield _check(
+            f"of a canary ({kind}), of the declared one", added, "at most 1", added <= most
+        )
+
+
+def _check(name: str, measured: float, declared: str, passed: bool) -> Check:
+    return Check(part="sensitivity", name=name, measured=measured, declared=declared, passed=passed)
