@@ -48,6 +48,8 @@ from .public.patches import encode as encode
 from .public.patches import encode_public as encode_public
 from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
+from .statistics.metric import private_metric as private_metric
+from .statistics.quantiles import private_quantiles as private_quantiles
 from .subspaces.solvers import Eigh as Eigh
 from .subspaces.solvers import Lanczos as Lanczos
 from .subspaces.solvers import PowerIteration as PowerIteration

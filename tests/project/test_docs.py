@@ -35,7 +35,15 @@ REFERENCE = [
     for target in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
 ]
 # What functions take and give back, shown where they are called, and what they raise; a base class.
-SHOWN_ELSEWHERE = {"Choice", "Contender", "LowRank", "MembershipResult", "SubspaceMethod", "Task"}
+SHOWN_ELSEWHERE = {
+    "Choice",
+    "Contender",
+    "LowRank",
+    "MembershipResult",
+    "PrivateMetric",
+    "SubspaceMethod",
+    "Task",
+}
 
 
 def blocks(page: Path) -> list[str]:
