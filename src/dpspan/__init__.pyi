@@ -10,6 +10,7 @@ from .app.comparison import Contender as Contender
 from .app.comparison import Search as Search
 from .app.comparison import Task as Task
 from .app.comparison import compare as compare
+from .app.verification import verify as verify
 from .choose import Choice as Choice
 from .choose import choose_public as choose_public
 from .choose import gsd as gsd
