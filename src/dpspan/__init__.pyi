@@ -26,6 +26,7 @@ from .mechanisms import PDPSGD as PDPSGD
 from .mechanisms import RGP as RGP
 from .mechanisms import BiasedGEP as BiasedGEP
 from .mechanisms import MirrorDescent as MirrorDescent
+from .mechanisms.clipping import AdaptiveClipping as AdaptiveClipping
 from .mechanisms.clipping import AutomaticClipping as AutomaticClipping
 from .mechanisms.clipping import FlatClipping as FlatClipping
 from .mechanisms.mirror import ConstantMixing as ConstantMixing
