@@ -8,6 +8,7 @@ from dpspan.app.cli import account as account
 from dpspan.app.cli import comparing as comparing
 from dpspan.app.cli import init as init
 from dpspan.app.cli import runs as runs
+from dpspan.app.cli import tuning as tuning
 from dpspan.app.cli.app import app as app
 
 

@@ -136,6 +136,14 @@ class MethodSection(BuiltSection):
 
     clip: Positive = 1.0
     clipping: _AnyClipping = "flat"
+    adapts: ClassVar[bool] = False  # whether the clip may move during the run
+
+    @model_validator(mode="after")
+    def _only_some_clips_move(self) -> Self:
+        moves = self.clipping == "adaptive" or isinstance(self.clipping, AdaptiveClippingSection)
+        if moves and not self.adapts:
+            refuse("clipping", "An adaptive clip is for dpsgd and mirror: take flat or automatic.")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -166,6 +174,7 @@ class MethodSection(BuiltSection):
 class DPSGDSection(MethodSection):
     """DP-SGD."""
 
+    adapts: ClassVar[bool] = True
     name: Literal["dpsgd"] = "dpsgd"
 
 
@@ -252,6 +261,7 @@ class MirrorDescentSection(MethodSection):
     """Mirror descent; `private_share` is a constant α, without it α falls as a cosine to 0."""
 
     of_the_file: ClassVar = (*MethodSection.of_the_file, "private_share")
+    adapts: ClassVar[bool] = True
     name: Literal["mirror"] = "mirror"
     public: str | None = None
     private_share: Annotated[float, Field(ge=0, le=1)] | None = None
