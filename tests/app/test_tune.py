@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ def test_a_search_leaves_one_run_and_its_price(
         found = noisy(right, **options)
         reached.append(found.value)
         work = folder / "run" / ".tune"
-        assert os.stat(work).st_mode & 0o77 == 0  # for the operator alone
+        assert work.stat().st_mode & 0o77 == 0  # for the operator alone
         assert (folder / "run" / "ledger.json").exists()
         assert not (folder / "run" / "model.safetensors").exists()
         return found
@@ -133,7 +132,8 @@ def test_a_search_leaves_one_run_and_its_price(
     assert event["count"] == 1
     assert event["event"]["kind"] == "RepeatAndSelectDpEvent"
     assert event["event"]["mean"] == 5
-    oracle = rdp.RdpAccountant().compose(dpspan.Ledger.from_state(read_json(run.ledger)).event)
+    ((charged, _),) = dpspan.Ledger.from_state(read_json(run.ledger)).events
+    oracle = rdp.RdpAccountant().compose(charged)
     assert oracle.get_epsilon(1e-3) == pytest.approx(found.epsilon, abs=1e-6)
     assert verify(run.path).holds
     assert all(check.holds for check in verify(run.path).checks)

@@ -15,7 +15,6 @@ made anew: nobody has seen anything of it.
 """
 
 import dataclasses
-import functools
 import math
 import secrets
 import shutil
@@ -34,7 +33,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate, sha256_of
 from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.accounting.ledger import Ledger
-from dpspan.accounting.promises import Budget
+from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.app.config import BudgetSection, Config, load_config
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.from_config import (
@@ -42,10 +41,9 @@ from dpspan.app.run.from_config import (
     contender_of,
     load_weights,
     make_parts,
-    new_model,
     task_of,
 )
-from dpspan.app.run.training import Contender, Task, Training, accuracy_and_loss, in_batches
+from dpspan.app.run.training import Training, accuracy_and_loss, in_batches
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData, move
 from dpspan.statistics.metric import private_metric
@@ -107,11 +105,8 @@ def tune(
             stacklevel=2,
         )
     own = config.training.optimizer.learning_rate
-    space = {
-        "learning_rate": _range("learning_rate", learning_rate or (own / _AROUND, own * _AROUND))
-    }
-    if clip is not None:
-        space["clip"] = _range("clip", clip)
+    wanted = {"learning_rate": learning_rate or (own / _AROUND, own * _AROUND), "clip": clip}
+    space = {name: _range(name, bounds) for name, bounds in wanted.items() if bounds is not None}
     if score_on is not None:
         expect(score_on in config.data.public, "score_on to be a name under data.public", score_on)
     asked = {"space": space, "tries": check_count("tries", tries), "score_on": score_on}
@@ -176,14 +171,15 @@ class _Search:
         budget = self.config.budget
         assert budget.epsilon is not None
         self._budget = Budget(epsilon=budget.epsilon, delta=budget.delta)
+        self._settings = {"config": self.config.fixed(), **self.asked}
 
     # -- the price, before anything else ------------------------------------------------------
 
     def begin(self) -> None:
         """Read the data, draw the number of tries and pay for them; or go on with a search."""
-        folder, work = self.folder, self._work
-        if goes_on := work.run.exists():
-            self.state = read_json(work.run)
+        folder, config = self.folder, self.config
+        if goes_on := self._work.run.exists():
+            self.state = read_json(self._work.run)
             if self.state["settings"] != self._settings:
                 raise ValueError(
                     f"{folder.path} holds a search with other settings, which has been paid for. "
@@ -192,30 +188,29 @@ class _Search:
         elif folder.certified:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         folder.refuse_lost_ledger()
-        kept = folder.kept_features(wanted=goes_on and self.config.features is not None)
-        self._parts = make_parts(self.config, features=kept)
-        if self._parts.layer is not None and kept is None:
-            self._parts.layer.save(folder.features)
-        choosing = self.config.choose is not None
-        self._chosen = (
-            chosen_public(self.config, self._parts, folder)["chosen"] if choosing else None
-        )
+        kept = folder.kept_features(wanted=goes_on and config.features is not None)
+        self._parts = parts = make_parts(config, features=kept)
+        if parts.layer is not None and kept is None:
+            parts.layer.save(folder.features)
+        choosing = config.choose is not None
+        self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
         self._ledger = folder.open_ledger("rdp", self._budget)
         if goes_on and self.state["done"] and not self._ledger.events:
             raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
-        self._task = self._task_of(self.config)
+        test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
+        self._task = task = task_of(config, parts.private, parts.private.dataset, test)
+        draw = PoissonDraw.one_pass(records=task.count, sample_rate=task.sample_rate)
+        self._steps = task.epochs * draw.steps_per_epoch
         if (name := self.asked["score_on"]) is not None:
-            self._scores = _dataset(self._parts.public[name])
+            self._scores = _dataset(parts.public[name])
         if not goes_on:
             self._draw()
         event = self._event(self.state["noise_multiplier"])
         if all(charged != event for charged, _ in self._ledger.events):
             self._ledger.charge(event)
+        for sentence in weaknesses(None, self._budget.delta, task.count):
+            self._ledger.warn(sentence)
         folder.write_ledger(self._ledger)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        return {"config": self.config.fixed(), **self.asked}
 
     def _draw(self) -> None:
         """The noise and the number of tries; on the disk before they are paid for, and made."""
@@ -230,12 +225,6 @@ class _Search:
         self.state |= {"count": geometric(self.asked["tries"]), "done": 0, "best": None}
         self._work.path.mkdir(mode=0o700, exist_ok=True)
         self._work.write_json(self._work.run, self.state)
-
-    @property
-    def _steps(self) -> int:
-        count, rate = len(self._parts.private.dataset), self._task.sample_rate
-        draw = PoissonDraw.one_pass(records=count, sample_rate=rate)
-        return self._task.epochs * draw.steps_per_epoch
 
     def _event(self, noise_multiplier: float) -> DpEvent:
         return tuning_event(
@@ -255,8 +244,10 @@ class _Search:
             name: float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.3g}")
             for name, (low, high) in space.items()
         }
-        config, ledger = self._tuned(found), Ledger(accountant="rdp")
-        training = Training(self._task, self._contender(config), config.training.seed)
+        config, ledger, task = self._tuned(found), Ledger(accountant="rdp"), self._task
+        public, records = self._parts.public, task.count
+        made = contender_of("a try", config, public, records=records, chosen=self._chosen)
+        training = Training(task, made, config.training.seed)
         training.prepare(ledger, noise_multiplier=self.state["noise_multiplier"])
         try:
             for _ in training.take_steps():
@@ -268,10 +259,11 @@ class _Search:
         document = training.engine.certificate(self._budget.delta)
         training.engine.detach()
         score = _DIVERGED if training.status == "diverged" else self._score(training)
-        best = self.state["best"]
+        best, number = self.state["best"], self.state["done"]
         if best is None or score > best["score"]:
-            self._work.write_model(training.model)
+            self._kept(number).write_model(training.model)
             self.state["best"] = {
+                "try": number,
                 "score": score,
                 "found": found,
                 "training": document["training"],
@@ -281,6 +273,12 @@ class _Search:
             }
         self.state["done"] += 1
         self._work.write_json(self._work.run, self.state)
+        if best is not None and self.state["best"] is not best:
+            shutil.rmtree(self._kept(best["try"]).path)
+
+    def _kept(self, number: int) -> RunFolder:
+        """Of a try of its own: a process that dies leaves no weights that belong to others."""
+        return RunFolder(self._work.path / str(number))
 
     def _score(self, training: Training) -> float:
         """The accuracy: of public records, or of all private ones with noise."""
@@ -297,58 +295,28 @@ class _Search:
 
     def _tuned(self, found: dict[str, float]) -> Config:
         config = self.config
-        optimizer = config.training.optimizer.model_copy(
-            update={"learning_rate": found["learning_rate"]}
-        )
-        changes: dict[str, Any] = {
-            "training": config.training.model_copy(update={"optimizer": optimizer})
-        }
-        if "clip" in found:
-            changes["method"] = config.method.model_copy(update={"clip": found["clip"]})
-        return config.model_copy(update=changes)
-
-    def _task_of(self, config: Config) -> Task:
-        private, test = self._parts.private, self._parts.test
-        shown = test is not None and config.data.test_is_public
-        return task_of(
-            config,
-            private,
-            private.dataset,
-            test.dataset if shown and test is not None else None,
-            model=functools.partial(new_model, config, private),
-        )
-
-    def _contender(self, config: Config) -> Contender:
-        return contender_of(
-            self.folder.path.resolve().name,
-            config,
-            self._parts.public,
-            records=self._task.count,
-            chosen=self._chosen,
-        )
+        rate, clip = found["learning_rate"], found.get("clip", config.method.clip)
+        optimizer = config.training.optimizer.model_copy(update={"learning_rate": rate})
+        training = config.training.model_copy(update={"optimizer": optimizer})
+        method = config.method.model_copy(update={"clip": clip})
+        return config.model_copy(update={"training": training, "method": method})
 
     # -- what leaves the process -------------------------------------------------------------------
 
     def release(self) -> Tuned:
         """The best try as an ordinary run; the rest is removed."""
-        folder, ledger, best, delta = (
-            self.folder,
-            self._ledger,
-            self.state["best"],
-            self._budget.delta,
-        )
+        folder, ledger, best = self.folder, self._ledger, self.state["best"]
+        delta = self._budget.delta
         config = self._tuned(best["found"])
         for each in best["public"]:
             ledger.declare_public(each["name"], each["sha256"], each["count"], each["detail"])
         if (name := self.asked["score_on"]) is not None:
             scored = self._parts.public[name]
             ledger.declare_public(scored.name, scored.digest, scored.count, "scores of a search")
-        for keep, sentences in (
-            (ledger.warn, best["warnings"]),
-            (ledger.invalidate, best["invalid"]),
-        ):
-            for sentence in sentences:
-                keep(sentence)
+        for sentence in best["warnings"]:
+            ledger.warn(sentence)
+        for reason in best["invalid"]:
+            ledger.invalidate(reason)
         about = {
             **best["found"],
             "searched": self.asked["space"],
@@ -359,14 +327,10 @@ class _Search:
         }
         document = certificate(ledger, delta=delta, training={**best["training"], "tuning": about})
         document["digests"]["configuration"] = sha256_of(config.fixed())
-        line = {
-            "step": self._steps,
-            "epoch": self._task.epochs,
-            "epsilon": document["epsilon"],
-            "delta": delta,
-        }
+        spent = {"epsilon": document["epsilon"], "delta": delta}
+        line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}
         model = self._task.new_model(config.training.seed)
-        load_weights(model, self._work.model)
+        load_weights(model, self._kept(best["try"]).model)
         if self._task.test is not None:
             accuracy, loss = accuracy_and_loss(self._task, model)
             line |= {self._task.metric("loss"): loss, self._task.metric("accuracy"): accuracy}
@@ -381,9 +345,13 @@ class _Search:
             settings=config.fixed(), seed=config.training.seed, status="finished", diverged=None
         )
         shutil.rmtree(self._work.path)
-        spent: dict[str, Any] = {"epsilon": document["epsilon"], "delta": delta}
         return Tuned(
-            folder=folder.path, found=best["found"], score=best["score"], metrics=line, **spent
+            folder=folder.path,
+            found=best["found"],
+            score=best["score"],
+            epsilon=document["epsilon"],
+            delta=delta,
+            metrics=line,
         )
 
 
