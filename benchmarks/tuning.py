@@ -157,7 +157,7 @@ def table(results: list[dict[str, dict[str, Any]]]) -> Table:
         found = [result[row] for result in results if row in result]
         reached = [each["accuracy"] for each in found]
         spread = statistics.stdev(reached) if len(reached) > 1 else 0.0
-        rates = ", ".join(f"{each.get('rate', RATE):g}" for each in found)
+        rates = ", ".join(f"{each['rate']:g}" for each in found if "rate" in each)
         shown.add_row(
             row,
             f"{100 * statistics.mean(reached):.1f} ± {100 * spread:.1f}",
