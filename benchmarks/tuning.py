@@ -150,20 +150,17 @@ def measure(repeat: int) -> dict[str, dict[str, Any]]:
         return {row: make(folder, f"run-{at}") for at, (row, make) in enumerate(ROWS.items())}
 
 
-def table(results: list[dict[str, dict[str, Any]]]) -> Table:
-    """Means, with the lowest and the highest."""
-    shown = Table("at ε = 3, δ = 1e-4", "test accuracy", "lowest … highest", "learning rates")
+def cells(results: list[dict[str, dict[str, Any]]]) -> list[tuple[str, str, str, str]]:
+    """Means, with the lowest and the highest, in per cent."""
+    shown = []
     for row in ROWS:
         found = [result[row] for result in results if row in result]
         reached = [each["accuracy"] for each in found]
         spread = statistics.stdev(reached) if len(reached) > 1 else 0.0
-        rates = ", ".join(f"{each['rate']:g}" for each in found if "rate" in each)
-        shown.add_row(
-            row,
-            f"{100 * statistics.mean(reached):.1f} ± {100 * spread:.1f}",
-            f"{100 * min(reached):.1f} … {100 * max(reached):.1f}",
-            rates if len({*rates.split(", ")}) > 1 else rates.split(", ")[0],
-        )
+        rates = [f"{each['rate']:g}" for each in found if "rate" in each]
+        mean = f"{100 * statistics.mean(reached):.1f} ± {100 * spread:.1f}"
+        ends = f"{100 * min(reached):.1f} … {100 * max(reached):.1f}"
+        shown.append((row, mean, ends, ", ".join(rates if len({*rates}) > 1 else rates[:1])))
     return shown
 
 
@@ -177,7 +174,10 @@ def main() -> None:
     for repeat in range(len(results), options.repeats):
         results.append(measure(repeat))
         options.results.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print(table(results))
+    shown = Table("at ε = 3, δ = 1e-4", "test accuracy", "lowest … highest", "learning rates")
+    for row in cells(results):
+        shown.add_row(*row)
+    Console().print(shown)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,12 @@ def test_refusals(folder: Path, options: dict[str, Any], message: str) -> None:
     assert not (folder / "run").exists()
 
 
+def test_units_are_refused_by_name(folder: Path) -> None:
+    data = settings(folder)["data"] | {"unit": "patient"}
+    with pytest.raises(ValueError, match=r"tune` protects records, and data\.unit asks for units"):
+        tune(config(folder, budget=BUDGET, data=data))
+
+
 def test_an_epsilon_is_needed(folder: Path) -> None:
     fixed = {"noise_multiplier": 1.0, "delta": 1e-3}
     with pytest.raises(ValueError, match=r"Expected budget\.epsilon, or epsilon="):

@@ -85,6 +85,7 @@ def less_noise(document: Any) -> None:
         (lambda d: d.update(private=False), {"statements"}),
         (lambda d: d.update(budget={"epsilon": 1.0, "delta": 1e-5}), {"statements"}),
         (lambda d: d["events"][0].update(text="nothing"), {"statements"}),
+        (lambda d: d.update(adjacency="add or remove one unit"), {"ledger"}),
         (lambda d: d["events"].clear(), {"ε", "statements", "events", "ledger"}),
         (less_noise, {"ε", "events", "ledger"}),
         (lambda d: d["training"].update(weights_sha256="0" * 64), {"weights"}),

@@ -125,3 +125,14 @@ def test_refusals(change, message):
     arguments = {"values": [1.0], "quantiles": [0.5], "bounds": (0, 1), "epsilon": 1.0} | change
     with pytest.raises(ValueError, match=message):
         dpspan.private_quantiles(**arguments)
+
+
+def test_a_ledger_of_units_takes_no_answers_about_records():
+    ledger = dpspan.Ledger()
+    ledger.protect("unit")
+    ledger.charge(pure_event(0.1))
+    with pytest.raises(ValueError, match="about each unit"):
+        dpspan.private_quantiles([1.0], [0.5], bounds=(0, 1), epsilon=1.0, ledger=ledger)
+    with pytest.raises(ValueError, match="about each unit"):
+        dpspan.private_metric([1.0], noise_multiplier=1.0, ledger=ledger)
+    assert ledger.steps == 1

@@ -97,6 +97,11 @@ def tune(
     """
     refuse_several_processes()
     config = config if isinstance(config, Config) else load_config(config)
+    if config.data.unit is not None:
+        raise ValueError(
+            "`dpspan tune` protects records, and data.unit asks for units of several: search by "
+            "`dpspan advise`, or settle the hyperparameters otherwise, and train."
+        )
     config, given = _by_renyi(config, epsilon), config.budget
     if given.accountant == "pld" and "accountant" in given.model_fields_set:
         warnings.warn(

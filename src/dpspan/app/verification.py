@@ -14,6 +14,7 @@ import safetensors
 
 from dpspan.accounting.certificate import sha256_of, weights_sha256
 from dpspan.accounting.epsilon import account
+from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.releases import releases_from_json
 from dpspan.accounting.schema import Certificate, parse_certificate
 from dpspan.app.config import load_config
@@ -101,6 +102,7 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
     if folder.ledger.exists() and found.training.get("kind") != "comparison":
         state = read_json(folder.ledger)
         same = _events(state) == _events(raw) and {*state["warnings"]} <= {*found.warnings}
+        same = same and Ledger.from_state(state).adjacency == found.adjacency
         yield Check(name="ledger", holds=same, detail=_told(same, "ledger.json"))
     else:
         yield Check(name="ledger", holds=None, detail="there is no ledger.json of one run here")

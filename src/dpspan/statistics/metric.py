@@ -59,6 +59,7 @@ def private_metric(
     z = check_positive("noise_multiplier", noise_multiplier)
     known = np.nan_to_num(one_number_each("scores", scores), nan=low, posinf=high, neginf=low)
     if ledger is not None:
+        ledger.protect("record")
         ledger.charge(gaussian_event(z))
     sums = np.array(both_sums((np.clip(known, low, high) - low) / (high - low)))
     noisy = np.maximum(sums + z * np.random.default_rng().standard_normal(2), 0.0)

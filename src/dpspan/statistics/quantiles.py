@@ -64,6 +64,7 @@ def private_quantiles(
     records = one_number_each("values", values)
     each = epsilon / len(wanted)
     if ledger is not None:
+        ledger.protect("record")
         ledger.charge(pure_event(each), len(wanted))
     counts = on_grid(records, low, high, points)
     drawn = sorted(draw(counts, q, Fraction(each), secrets.randbelow) for q in wanted)
