@@ -10,6 +10,7 @@ from .app.comparison import Contender as Contender
 from .app.comparison import Search as Search
 from .app.comparison import Task as Task
 from .app.comparison import compare as compare
+from .app.verification import verify as verify
 from .choose import Choice as Choice
 from .choose import choose_public as choose_public
 from .choose import gsd as gsd
@@ -25,6 +26,7 @@ from .mechanisms import PDPSGD as PDPSGD
 from .mechanisms import RGP as RGP
 from .mechanisms import BiasedGEP as BiasedGEP
 from .mechanisms import MirrorDescent as MirrorDescent
+from .mechanisms.clipping import AdaptiveClipping as AdaptiveClipping
 from .mechanisms.clipping import AutomaticClipping as AutomaticClipping
 from .mechanisms.clipping import FlatClipping as FlatClipping
 from .mechanisms.mirror import ConstantMixing as ConstantMixing
@@ -48,6 +50,8 @@ from .public.patches import encode as encode
 from .public.patches import encode_public as encode_public
 from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
+from .statistics.metric import private_metric as private_metric
+from .statistics.quantiles import private_quantiles as private_quantiles
 from .subspaces.solvers import Eigh as Eigh
 from .subspaces.solvers import Lanczos as Lanczos
 from .subspaces.solvers import PowerIteration as PowerIteration

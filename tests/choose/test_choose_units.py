@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dpspan import Ledger, choose_public
 from dpspan.choose import selection
-from dpspan.choose.picking import pick
 from dpspan.choose.selection import UNIT
+from dpspan.statistics.picking import pick
 
 
 def records(sizes: list[int], seed: int) -> tuple[Tensor, Tensor, list[int]]:

@@ -28,6 +28,7 @@ METHODS = {
     "BiasedGEP": BiasedGEP(public=PUBLIC, rank=4, clip=1.0),
     "PDPSGD": PDPSGD(public=PUBLIC, rank=4, clip=1.0),
     "RGP": RGP(rank=1, clip=1.0),
+    "an adaptive clip": DPSGD(clip=1.0, clipping=dpspan.AdaptiveClipping(rate=1.0)),
     "MirrorDescent": MirrorDescent(
         public=PUBLIC, mixing=dpspan.ConstantMixing(share=0.5), clip=1.0
     ),

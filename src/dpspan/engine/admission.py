@@ -17,6 +17,7 @@ from dpspan.engine.plan import Plan
 from dpspan.engine.private_step import PrivateRun, check_optimizer
 from dpspan.gradients.capture import captures_on
 from dpspan.mechanisms.base import Mechanism, Method, Setting
+from dpspan.mechanisms.clipping import AdaptiveClipping
 from dpspan.model.criterion import check_criterion
 from dpspan.model.isolation import same, tensors_of
 from dpspan.model.validation import refuse_wrappers, validate
@@ -80,6 +81,8 @@ def refuse_together(
         "(warm_start.run(model, criterion)), or leave it out.": warm_start is not None,
         "diagnose= measures whole gradients, and of a sharded model each process has a part: "
         "leave it out.": getattr(method, "diagnose", 0),
+        "AdaptiveClipping was not tried on a sharded model: take FlatClipping() or "
+        "AutomaticClipping().": isinstance(getattr(method, "clipping", None), AdaptiveClipping),
         "unit= of a sharded model is not supported: processes look at the model by the first one's "
         "records, and with units that may be none. Leave out unit=, or fully_shard.": units
         is not None,

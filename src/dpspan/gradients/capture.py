@@ -185,6 +185,9 @@ class Capture:
                 "on the batch with gradients enabled and loss.backward() before optimizer.step()."
             )
         gradients = self.gradients(scale=scale)
+        if batch.live is not None:  # those that fill up the batch are no records
+            places = torch.arange(gradients.samples, device=gradients.device)
+            gradients.counted = places < batch.live
         self.disarm()
         return gradients
 

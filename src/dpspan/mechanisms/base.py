@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients, SmallGradient
-from dpspan.mechanisms.clipping import ClippingRule, FlatClipping
+from dpspan.mechanisms.clipping import AdaptiveClipping, ClippingRule, FlatClipping
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, describe
@@ -102,6 +102,7 @@ class Method:
 
     counts: ClassVar[Mapping[str, int]] = {}  # fields that are whole numbers: the least they may be
     positive: ClassVar[tuple[str, ...]] = ("clip",)  # fields that are numbers above 0, or None
+    adapts: ClassVar[bool] = False  # whether its clip may move during the run
 
     clip: float | None = None
     clipping: ClippingRule = field(default_factory=FlatClipping)
@@ -112,6 +113,11 @@ class Method:
                 check_positive(name, getattr(self, name))
         for name, least in self.counts.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least=least))
+        if isinstance(self.clipping, AdaptiveClipping) and not self.adapts:
+            raise ValueError(
+                f"{type(self).__name__} has a fixed clip: AdaptiveClipping is for DPSGD and "
+                "MirrorDescent. Use FlatClipping() or AutomaticClipping()."
+            )
 
     def bind(self, setting: Setting) -> Mechanism:
         """The mechanism for this run."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpspan.support.checks import check_positive
+from dpspan.support.checks import check_number, check_positive, expect
 
 
 class ClippingRule(Protocol):
@@ -53,6 +53,38 @@ class AutomaticClipping:
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
         return clip / (norm + self.stability)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveClipping:
+    """A flat clip that moves until `quantile` of the gradients are shorter (Andrew et al. 2021).
+
+    The method's `clip` is where it begins. After each step it is multiplied by
+    exp(−rate·(b − quantile)), b the share of records below it, which is released with noise beside
+    the gradient, within the same price: `share` of each step's 1/z² is spent on it, so that the
+    noise on the gradient is larger by 1/√(1 − share). For `DPSGD` and `MirrorDescent`.
+
+    Examples:
+        >>> import dpspan
+        >>> method = dpspan.DPSGD(clip=1.0, clipping=dpspan.AdaptiveClipping(quantile=0.3))
+        >>> method.describe()["clipping"]
+        'AdaptiveClipping(quantile=0.3, rate=0.2, share=0.01)'
+    """
+
+    quantile: float = 0.5
+    rate: float = 0.2
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_positive("rate", self.rate)
+        quantile, share = (
+            check_number(name, getattr(self, name)) for name in ("quantile", "share")
+        )
+        expect(0 < quantile < 1, "quantile between 0 and 1", quantile)
+        expect(0 < share < 1, "share between 0 and 1", share)
+
+    def factor(self, norm: Tensor, clip: float) -> Tensor:
+        return FlatClipping().factor(norm, clip)
 
 
 def clip_factors(rule: ClippingRule, norm_bounds: Tensor, clip: float) -> Tensor:

@@ -5,10 +5,12 @@ release is a Gaussian mechanism of noise multiplier z, subsampled as the batch w
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dpspan.gradients.operator import PerSampleGradients
+from dpspan.mechanisms.adaptive import AdaptiveMechanism
 from dpspan.mechanisms.base import Mechanism, Method, Setting, Sums
-from dpspan.mechanisms.clipping import ClippingRule, clip_factors
+from dpspan.mechanisms.clipping import AdaptiveClipping, ClippingRule, clip_factors
 from dpspan.mechanisms.noise import Noise
 
 
@@ -17,7 +19,7 @@ class DPSGD(Method):
     """Plain DP-SGD with one clip over all parameters.
 
     `clip` is C; left out, it is the engine's `max_grad_norm`, or 1. `clipping` chooses the factors
-    (`FlatClipping()`, `AutomaticClipping()` or your own).
+    (`FlatClipping()`, `AutomaticClipping()` or your own), or moves C (`AdaptiveClipping()`).
 
     Examples:
         >>> import dpspan
@@ -25,8 +27,17 @@ class DPSGD(Method):
         {'method': 'DPSGD', 'clip': 1.0, 'clipping': 'FlatClipping()'}
     """
 
+    adapts: ClassVar[bool] = True
+
     def bind(self, setting: Setting) -> Mechanism:
-        return DPSGDMechanism(self.clip_norm, self.clipping)
+        return private_part(self, setting)
+
+
+def private_part(method: Method, setting: Setting) -> Mechanism:
+    """DP-SGD's own step for a method's clip, fixed or adaptive."""
+    if isinstance(method.clipping, AdaptiveClipping):
+        return AdaptiveMechanism(method.clip_norm, method.clipping, setting)
+    return DPSGDMechanism(method.clip_norm, method.clipping)
 
 
 class DPSGDMechanism(Mechanism):

@@ -13,7 +13,7 @@ unless `public_clip` says so.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from dpspan.gradients.capture import Capture
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Gradient, Method, Setting, SteppedMechanism, Sums
 from dpspan.mechanisms.clipping import clip_factors
-from dpspan.mechanisms.dpsgd import DPSGDMechanism
+from dpspan.mechanisms.dpsgd import private_part
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource, RealLabels
@@ -109,6 +109,7 @@ class MirrorDescent(Method):
 
     counts = {"public_samples": 1, "diagnose": 0, "seed": 0}  # noqa: RUF012
     positive = ("clip", "public_clip")
+    adapts: ClassVar[bool] = True
 
     public: Any = field(repr=False, compare=False)
     mixing: Mixing
@@ -152,7 +153,7 @@ class MirrorMechanism(SteppedMechanism):
     ) -> None:
         super().__init__(diagnose=method.diagnose)
         self._method, self._gradients = method, gradients
-        self._private = DPSGDMechanism(method.clip_norm, method.clipping)
+        self._private = private_part(method, setting)
         self._lot_size, self._warn = setting.expected_batch_size, setting.warn
         self._processes = setting.processes
         self._health = Health()
@@ -230,8 +231,14 @@ class MirrorMechanism(SteppedMechanism):
         }
         self._notes.append(note)
 
+    def state_dict(self) -> dict[str, Any]:
+        private = self._private.state_dict()  # of a fixed clip nothing
+        return {**super().state_dict(), **({"private": private} if private else {})}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        own = {key: value for key, value in state.items() if key != "private"}
+        super().load_state_dict(own)
+        self._private.load_state_dict(state.get("private", {}))
         self._public_mean = None
 
 

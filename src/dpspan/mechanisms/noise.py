@@ -31,7 +31,7 @@ class Noise:
         self._streams: list[np.random.Generator] = []
         self._on_devices: dict[torch.device, torch.Generator] = {}
 
-    def add(self, parts: Mapping[str, Tensor], std: float) -> dict[str, Tensor]:
+    def add(self, parts: Mapping[str, Tensor], std: float | Tensor) -> dict[str, Tensor]:
         """Each part plus independent N(0, std²) noise, drawn for all of them at once."""
         sizes = [part.numel() for part in parts.values()]
         flat = torch.cat([part.flatten() for part in parts.values()])
@@ -41,7 +41,7 @@ class Noise:
             for (name, part), piece in zip(parts.items(), pieces, strict=True)
         }
 
-    def normal(self, like: Tensor, std: float) -> Tensor:
+    def normal(self, like: Tensor, std: float | Tensor) -> Tensor:
         """Independent N(0, std²) numbers in float64, with the shape and device of `like`."""
         if os.getpid() != self._process:  # forked: the other process goes on with these generators
             self._process, self._streams, self._on_devices = os.getpid(), [], {}

@@ -1,4 +1,4 @@
-"""Commands about one run: `dpspan train`, `choose` and `report`."""
+"""Commands about one run: `dpspan train`, `choose`, `report` and `verify`."""
 
 from __future__ import annotations
 
@@ -178,3 +178,38 @@ def report_command(
 
     path = render(runs, to or runs[0] / "report.html", include_unprivate)
     answer({"report": str(path)}, as_json=as_json, quiet=quiet, note=f"Wrote {path}.")
+
+
+@app.command(name="verify")
+def verify_command(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="RUN|CERTIFICATE", help="A folder, or the file alone.")
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of certificates instead.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compute ε again from the events, and compare weights, configuration and ledger.
+
+    Exit code 1 if something does not agree.
+    """
+    if schema:
+        from dpspan.accounting.schema import certificate_schema
+
+        answer(certificate_schema(), as_json=True)
+        return
+    if path is None:
+        raise ValueError("Expected the folder of a run, or a certificate.json, to verify.")
+    check_exists(path)
+    from dpspan.app.verification import verify
+
+    found = verify(path)
+    marks = {True: "agrees", False: "DIFFERS", None: "not compared"}
+    lines = [f"{marks[check.holds]:<13} {check.name}: {check.detail}" for check in found.checks]
+    if not found.private:
+        lines.append("NOT PRIVATE   by its own account: see not_private_because")
+    answer({**asdict(found), "holds": found.holds}, *lines, as_json=as_json)
+    if not found.holds:
+        raise typer.Exit(1)

@@ -34,6 +34,7 @@ _Every = Annotated[int, Field(ge=0)]  # so many steps; 0 is never
 _RULES = {
     "flat": "FlatClipping",
     "automatic": "AutomaticClipping",
+    "adaptive": "AdaptiveClipping",
     "eigh": "Eigh",
     "lanczos": "Lanczos",
     "power": "PowerIteration",
@@ -118,11 +119,31 @@ class PatchesSection(Section):
         return self.model_dump(mode="json", include=keys)
 
 
+class AdaptiveClippingSection(BuiltSection):
+    """A clip that follows a quantile of the gradients' norms."""
+
+    name: Literal["adaptive"] = "adaptive"
+    quantile: Share = 0.5
+    rate: Positive = 0.2
+    share: Share = 0.01
+
+
+_AnyClipping = Literal["flat", "automatic", "adaptive"] | AdaptiveClippingSection
+
+
 class MethodSection(BuiltSection):
     """What all methods have: a clip."""
 
     clip: Positive = 1.0
-    clipping: Literal["flat", "automatic"] = "flat"
+    clipping: _AnyClipping = "flat"
+    adapts: ClassVar[bool] = False  # whether the clip may move during the run
+
+    @model_validator(mode="after")
+    def _only_some_clips_move(self) -> Self:
+        moves = self.clipping == "adaptive" or isinstance(self.clipping, AdaptiveClippingSection)
+        if moves and not self.adapts:
+            refuse("clipping", "An adaptive clip is for dpsgd and mirror: take flat or automatic.")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -137,8 +158,12 @@ class MethodSection(BuiltSection):
     def arguments(self) -> dict[str, Any]:
         """The keys, with rules in place of their names."""
         found = super().arguments()
-        rules = {key: _RULES[found[key]] for key in ("clipping", "solver") if key in found}
-        return found | {key: getattr(dpspan, rule)() for key, rule in rules.items()}
+        for key in {"clipping", "solver"} & found.keys():
+            rule = found[key]
+            found[key] = (
+                rule.built() if isinstance(rule, BuiltSection) else getattr(dpspan, _RULES[rule])()
+            )
+        return found
 
     def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
         """The method, for a run of so many steps."""
@@ -149,6 +174,7 @@ class MethodSection(BuiltSection):
 class DPSGDSection(MethodSection):
     """DP-SGD."""
 
+    adapts: ClassVar[bool] = True
     name: Literal["dpsgd"] = "dpsgd"
 
 
@@ -235,6 +261,7 @@ class MirrorDescentSection(MethodSection):
     """Mirror descent; `private_share` is a constant α, without it α falls as a cosine to 0."""
 
     of_the_file: ClassVar = (*MethodSection.of_the_file, "private_share")
+    adapts: ClassVar[bool] = True
     name: Literal["mirror"] = "mirror"
     public: str | None = None
     private_share: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -55,7 +55,7 @@ class Run:
         if noted:
             return {f"{kind} noise": math.sqrt(energy) for kind, energy in noted[-1].items()}
         training = self.certificate["training"]
-        if training.get("method") != "DPSGD":
+        if training.get("method") != "DPSGD" or training["clipping"].startswith("Adaptive"):
             return {}
         p, z = training["trainable_parameters"], training["noise_multiplier"]
         return {"gradient noise": math.sqrt(p) * z * training["clip"]}

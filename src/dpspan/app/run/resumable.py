@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.certificate import certificate
+from dpspan.accounting.certificate import certificate, sha256_of
 from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
@@ -180,7 +180,7 @@ class Run:
     def _finish(self, status: Status, document: Mapping[str, Any]) -> Result:
         """The price first, as ever; `run.json` says last that all is there."""
         self.folder.write_ledger(self._ledger)
-        self.folder.write_certificate(document)
+        self._certify(document)
         self.folder.write_model(self.training.model)
         self._write_facts(status)
         return self._result(status)
@@ -243,7 +243,12 @@ class Run:
         folder.append(folder.diagnostics, notes[self._notes :])
         self._notes = len(notes)
         if document is not None:
-            folder.write_certificate(document)
+            self._certify(document)
+
+    def _certify(self, document: Mapping[str, Any]) -> None:
+        """With the digest of the settings beside that of the ledger."""
+        digests = {**document["digests"], "configuration": sha256_of(dict(self.settings))}
+        self.folder.write_certificate({**document, "digests": digests})
 
     def _write_facts(self, status: Status | None) -> None:
         self.folder.write_facts(

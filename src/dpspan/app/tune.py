@@ -1,0 +1,366 @@
+"""`dpspan tune`: a search for hyperparameters whose whole price is known (Papernot, Steinke 2022).
+
+A number K is drawn from a geometric distribution. K times, hyperparameters are drawn at random, a
+model is trained privately with them, and it is scored: by the private records with noise of its own
+(`private_metric`), or by public ones. The best model is released, with its hyperparameters and its
+score, and nothing else: neither K nor what the other tries were or reached.
+
+Formal guarantee: a try is one mechanism (its steps, and the score), whatever it drew; choosing the
+best of so many is dp_accounting's RepeatAndSelectDpEvent of shape 1, which only Rényi accounting
+knows. It is on the ledger's file before the first try begins.
+
+What an interrupted search needs to go on (K, the best so far) lies in the hidden folder `.tune`,
+for the operator alone; it is removed when the model is released. The try that was interrupted is
+made anew: nobody has seen anything of it.
+"""
+
+import dataclasses
+import math
+import secrets
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from dp_accounting import dp_event
+from dp_accounting.dp_event import DpEvent
+from torch.utils.data import Dataset, TensorDataset
+
+from dpspan.accounting.calibration import calibrate_event
+from dpspan.accounting.certificate import certificate, sha256_of
+from dpspan.accounting.events import gaussian_event, step_event
+from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.promises import Budget, weaknesses
+from dpspan.app.config import BudgetSection, Config, load_config
+from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.from_config import (
+    chosen_public,
+    contender_of,
+    load_weights,
+    make_parts,
+    task_of,
+)
+from dpspan.app.run.training import Training, accuracy_and_loss, in_batches
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.public.data import PublicData, move
+from dpspan.statistics.metric import private_metric
+from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.left_as_found import left_as_found
+from dpspan.support.processes import refuse_several_processes
+from dpspan.support.strict_json import plain
+
+_AROUND = 10.0  # times, to both sides of the configuration's own learning rate
+_SCORE_SHARE = 0.1  # of ε, which is what the score of one try would cost by itself
+_BATCH = 1024
+_DIVERGED = -1.0  # the score of weights that grew without bound
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What was released: the folder of the best try, its hyperparameters, its score, and ε."""
+
+    folder: Path
+    found: dict[str, float]
+    score: float
+    epsilon: float
+    delta: float
+    metrics: dict[str, Any]
+
+
+def tune(
+    config: Config | str | Path,
+    *,
+    epsilon: float | None = None,
+    tries: int = 5,
+    learning_rate: Range | None = None,
+    clip: Range | None = None,
+    score_on: str | None = None,
+) -> Tuned:
+    """Search hyperparameters privately; the search and the model it finds cost ε together.
+
+    Given again after an interruption it goes on, without another draw of the number of tries.
+
+    Args:
+        config: what to train, or its file; the model comes into its output folder.
+        epsilon: of everything; by default the configuration's.
+        tries: how many there are on average. Half of all searches make fewer than 0.7 of that, one
+            in a hundred makes more than 4.6 times as many.
+        learning_rate: between which rates to draw, evenly on a logarithmic scale; by default
+            within a factor of 10 of the configuration's.
+        clip: the same for the method's clip, which is fixed without it.
+        score_on: the name of labelled data under data.public that models are scored on, for
+            nothing. Without it the private records do that, and part of ε pays for it.
+    """
+    refuse_several_processes()
+    config = config if isinstance(config, Config) else load_config(config)
+    if config.data.unit is not None:
+        raise ValueError(
+            "`dpspan tune` protects records, and data.unit asks for units of several: search by "
+            "`dpspan advise`, or settle the hyperparameters otherwise, and train."
+        )
+    config, given = _by_renyi(config, epsilon), config.budget
+    if given.accountant == "pld" and "accountant" in given.model_fields_set:
+        warnings.warn(
+            "dpspan: tune accounts by RDP instead of PLD, which cannot account for the best of "
+            "several tries.",
+            stacklevel=2,
+        )
+    own = config.training.optimizer.learning_rate
+    wanted = {"learning_rate": learning_rate or (own / _AROUND, own * _AROUND), "clip": clip}
+    space = {name: _range(name, bounds) for name, bounds in wanted.items() if bounds is not None}
+    if score_on is not None:
+        expect(score_on in config.data.public, "score_on to be a name under data.public", score_on)
+    asked = {"space": space, "tries": check_count("tries", tries), "score_on": score_on}
+    folder = RunFolder(config.output.folder)
+    with folder.locked():
+        search = _Search(config=config, asked=plain(asked), folder=folder)
+        search.begin()
+        while search.state["done"] < search.state["count"]:
+            search.try_one()
+        return search.release()
+
+
+def tuning_event(
+    noise_multiplier: float,
+    *,
+    sample_rate: float,
+    steps: int,
+    tries: float,
+    score_noise: float | None = None,
+) -> DpEvent:
+    """The best of a geometric number of private runs, each with its score if that has noise."""
+    run = [dp_event.SelfComposedDpEvent(step_event(noise_multiplier, sample_rate), steps)]
+    score = [] if score_noise is None else [gaussian_event(score_noise)]
+    return dp_event.RepeatAndSelectDpEvent(
+        dp_event.ComposedDpEvent([*run, *score]), float(tries), 1.0
+    )
+
+
+def _by_renyi(config: Config, epsilon: float | None) -> Config:
+    epsilon = config.budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)
+    if epsilon is None:
+        raise ValueError("Expected budget.epsilon, or epsilon= (--epsilon): what it may all cost.")
+    budget = BudgetSection(epsilon=epsilon, delta=config.budget.delta, accountant="rdp")
+    return config.model_copy(update={"budget": budget})
+
+
+def _range(name: str, bounds: Range) -> Range:
+    low, high = (check_positive(name, bound) for bound in bounds)
+    expect(low < high, f"{name} to be a range, the lower end first", f"{low:g} to {high:g}")
+    return low, high
+
+
+def geometric(tries: int) -> int:
+    """A draw with this mean, exactly and from the operating system: 1, 2, 3, …."""
+    count = 1
+    while secrets.randbelow(tries):
+        count += 1
+    return count
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """A search in a folder; `state` is what lies in `.tune`."""
+
+    config: Config
+    asked: dict[str, Any]
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
+        self._work = RunFolder(self.folder.path / ".tune")
+        self.state: dict[str, Any] = {}
+        budget = self.config.budget
+        assert budget.epsilon is not None
+        self._budget = Budget(epsilon=budget.epsilon, delta=budget.delta)
+        self._settings = {"config": self.config.fixed(), **self.asked}
+
+    # -- the price, before anything else ------------------------------------------------------
+
+    def begin(self) -> None:
+        """Read the data, draw the number of tries and pay for them; or go on with a search."""
+        folder, config = self.folder, self.config
+        if goes_on := self._work.run.exists():
+            self.state = read_json(self._work.run)
+            if self.state["settings"] != self._settings:
+                raise ValueError(
+                    f"{folder.path} holds a search with other settings, which has been paid for. "
+                    "Go back to those, or choose another output folder."
+                )
+        elif folder.certified:
+            raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
+        folder.refuse_lost_ledger()
+        kept = folder.kept_features(wanted=goes_on and config.features is not None)
+        self._parts = parts = make_parts(config, features=kept)
+        if parts.layer is not None and kept is None:
+            parts.layer.save(folder.features)
+        choosing = config.choose is not None
+        self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
+        self._ledger = folder.open_ledger("rdp", self._budget)
+        if goes_on and self.state["done"] and not self._ledger.events:
+            raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
+        test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
+        self._task = task = task_of(config, parts.private, parts.private.dataset, test)
+        draw = PoissonDraw.one_pass(records=task.count, sample_rate=task.sample_rate)
+        self._steps = task.epochs * draw.steps_per_epoch
+        if (name := self.asked["score_on"]) is not None:
+            self._scores = _dataset(parts.public[name])
+        if not goes_on:
+            self._draw()
+        event = self._event(self.state["noise_multiplier"])
+        if all(charged != event for charged, _ in self._ledger.events):
+            self._ledger.charge(event)
+        for sentence in weaknesses(None, self._budget.delta, task.count):
+            self._ledger.warn(sentence)
+        folder.write_ledger(self._ledger)
+
+    def _draw(self) -> None:
+        """The noise and the number of tries; on the disk before they are paid for, and made."""
+        score_noise = None
+        if self.asked["score_on"] is None:
+            alone = Budget(epsilon=_SCORE_SHARE * self._budget.epsilon, delta=self._budget.delta)
+            score_noise = calibrate_event(gaussian_event, 1, alone)
+        self.state = {"settings": self._settings, "score_noise": score_noise}
+        self.state["noise_multiplier"] = calibrate_event(
+            self._event, 1, self._budget, accountant="rdp", spent=self._ledger.events
+        )
+        self.state |= {"count": geometric(self.asked["tries"]), "done": 0, "best": None}
+        self._work.path.mkdir(mode=0o700, exist_ok=True)
+        self._work.write_json(self._work.run, self.state)
+
+    def _event(self, noise_multiplier: float) -> DpEvent:
+        return tuning_event(
+            noise_multiplier,
+            sample_rate=self._task.sample_rate,
+            steps=self._steps,
+            tries=self.asked["tries"],
+            score_noise=self.state["score_noise"],
+        )
+
+    # -- a try -----------------------------------------------------------------------------------
+
+    def try_one(self) -> None:
+        """Train and score with hyperparameters at random; keep it if it is the best so far."""
+        draw, space = secrets.SystemRandom(), self.asked["space"]
+        found = {
+            name: float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.3g}")
+            for name, (low, high) in space.items()
+        }
+        config, ledger, task = self._tuned(found), Ledger(accountant="rdp"), self._task
+        public, records = self._parts.public, task.count
+        made = contender_of("a try", config, public, records=records, chosen=self._chosen)
+        training = Training(task, made, config.training.seed)
+        training.prepare(ledger, noise_multiplier=self.state["noise_multiplier"])
+        try:
+            for _ in training.take_steps():
+                pass
+        except ValueError:
+            if not training.step:  # a mistake in the settings; later on it is the rate's
+                raise
+            training.status = "diverged"
+        document = training.engine.certificate(self._budget.delta)
+        training.engine.detach()
+        score = _DIVERGED if training.status == "diverged" else self._score(training)
+        best, number = self.state["best"], self.state["done"]
+        if best is None or score > best["score"]:
+            self._kept(number).write_model(training.model)
+            self.state["best"] = {
+                "try": number,
+                "score": score,
+                "found": found,
+                "training": document["training"],
+                "public": document["public"],
+                "warnings": list(ledger.warnings),
+                "invalid": list(ledger.invalid),
+            }
+        self.state["done"] += 1
+        self._work.write_json(self._work.run, self.state)
+        if best is not None and self.state["best"] is not best:
+            shutil.rmtree(self._kept(best["try"]).path)
+
+    def _kept(self, number: int) -> RunFolder:
+        """Of a try of its own: a process that dies leaves no weights that belong to others."""
+        return RunFolder(self._work.path / str(number))
+
+    def _score(self, training: Training) -> float:
+        """The accuracy: of public records, or of all private ones with noise."""
+        noise = self.state["score_noise"]
+        if noise is None:
+            task = dataclasses.replace(self._task, test=self._scores)
+            return accuracy_and_loss(task, training.model)[0]
+        right = []
+        with left_as_found(training.model, mode="evaluation"), torch.no_grad():
+            for batch in in_batches(self._task.private, _BATCH):
+                inputs, labels = move(batch, torch.device(self._task.device))
+                right.append((training.model(inputs).argmax(1) == labels).cpu())
+        return private_metric(torch.cat(right), noise_multiplier=noise).value
+
+    def _tuned(self, found: dict[str, float]) -> Config:
+        config = self.config
+        rate, clip = found["learning_rate"], found.get("clip", config.method.clip)
+        optimizer = config.training.optimizer.model_copy(update={"learning_rate": rate})
+        training = config.training.model_copy(update={"optimizer": optimizer})
+        method = config.method.model_copy(update={"clip": clip})
+        return config.model_copy(update={"training": training, "method": method})
+
+    # -- what leaves the process -------------------------------------------------------------------
+
+    def release(self) -> Tuned:
+        """The best try as an ordinary run; the rest is removed."""
+        folder, ledger, best = self.folder, self._ledger, self.state["best"]
+        delta = self._budget.delta
+        config = self._tuned(best["found"])
+        for each in best["public"]:
+            ledger.declare_public(each["name"], each["sha256"], each["count"], each["detail"])
+        if (name := self.asked["score_on"]) is not None:
+            scored = self._parts.public[name]
+            ledger.declare_public(scored.name, scored.digest, scored.count, "scores of a search")
+        for sentence in best["warnings"]:
+            ledger.warn(sentence)
+        for reason in best["invalid"]:
+            ledger.invalidate(reason)
+        about = {
+            **best["found"],
+            "searched": self.asked["space"],
+            "score": best["score"],
+            "scored_on": name or "private records, with noise",
+            "score_noise_multiplier": self.state["score_noise"],
+            "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
+        }
+        document = certificate(ledger, delta=delta, training={**best["training"], "tuning": about})
+        document["digests"]["configuration"] = sha256_of(config.fixed())
+        spent = {"epsilon": document["epsilon"], "delta": delta}
+        line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}
+        model = self._task.new_model(config.training.seed)
+        load_weights(model, self._kept(best["try"]).model)
+        if self._task.test is not None:
+            accuracy, loss = accuracy_and_loss(self._task, model)
+            line |= {self._task.metric("loss"): loss, self._task.metric("accuracy"): accuracy}
+        folder.write_ledger(ledger)
+        folder.write_certificate(document)
+        folder.write_model(model)
+        folder.remove(folder.metrics)
+        folder.append(folder.metrics, [plain(line)])
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        folder.write_text(folder.config, str(text))
+        folder.write_facts(
+            settings=config.fixed(), seed=config.training.seed, status="finished", diverged=None
+        )
+        shutil.rmtree(self._work.path)
+        return Tuned(
+            folder=folder.path,
+            found=best["found"],
+            score=best["score"],
+            epsilon=document["epsilon"],
+            delta=delta,
+            metrics=line,
+        )
+
+
+def _dataset(data: PublicData) -> Dataset[Any]:
+    if not data.labelled:
+        raise ValueError(f"Expected labels in data.public.{data.name}, to score by, got none.")
+    return TensorDataset(*(torch.cat(each) for each in zip(*data.batches, strict=True)))
