@@ -5,6 +5,8 @@ from .accounting.calibration import calibrate as calibrate
 from .accounting.certificate import write_certificate as write_certificate
 from .accounting.ledger import Ledger as Ledger
 from .accounting.promises import Budget as Budget
+from .accounting.questions import private_metric as private_metric
+from .accounting.questions import private_quantiles as private_quantiles
 from .app.advice import advise as advise
 from .app.comparison import Contender as Contender
 from .app.comparison import Search as Search
@@ -50,8 +52,6 @@ from .public.patches import encode as encode
 from .public.patches import encode_public as encode_public
 from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
-from .statistics.metric import private_metric as private_metric
-from .statistics.quantiles import private_quantiles as private_quantiles
 from .subspaces.solvers import Eigh as Eigh
 from .subspaces.solvers import Lanczos as Lanczos
 from .subspaces.solvers import PowerIteration as PowerIteration

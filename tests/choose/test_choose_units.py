@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpspan import Ledger, choose_public
+from dpspan.accounting.picking import pick
 from dpspan.choose import selection
 from dpspan.choose.selection import UNIT
-from dpspan.statistics.picking import pick
 
 
 def records(sizes: list[int], seed: int) -> tuple[Tensor, Tensor, list[int]]:

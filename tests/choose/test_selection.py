@@ -23,6 +23,7 @@ from dpspan.accounting.calibration import calibrate
 from dpspan.accounting.epsilon import pld_epsilon, pld_interval, renyi
 from dpspan.accounting.events import event_from_json, event_to_json, pure_event, step_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.picking import MECHANISMS, coin, pick, probability_of_best
 from dpspan.accounting.promises import Budget
 from dpspan.choose import selection
 from dpspan.choose.probe import Probe, principal_subspace
@@ -31,7 +32,6 @@ from dpspan.engine.engine import PrivacyEngine
 from dpspan.model.networks import ResNet20
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.public.data import PublicData
-from dpspan.statistics.picking import MECHANISMS, coin, pick, probability_of_best
 from dpspan.support.errors import BudgetExceeded, UnsupportedModule
 from helpers.oracle import top_directions
 

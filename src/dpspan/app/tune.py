@@ -34,6 +34,7 @@ from dpspan.accounting.certificate import certificate, sha256_of
 from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, weaknesses
+from dpspan.accounting.questions import private_metric
 from dpspan.app.config import BudgetSection, Config, load_config
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.from_config import (
@@ -46,7 +47,6 @@ from dpspan.app.run.from_config import (
 from dpspan.app.run.training import Training, accuracy_and_loss, in_batches
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData, move
-from dpspan.statistics.metric import private_metric
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.left_as_found import left_as_found
 from dpspan.support.processes import refuse_several_processes

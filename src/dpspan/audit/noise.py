@@ -7,9 +7,9 @@ or, in a step, what was released less what was summed.
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -79,26 +79,46 @@ class MeasuredNoise:
     error: float
 
 
+@dataclass
+class _Drawn:
+    """What is kept of fresh draws, and of those that real steps made, which have names."""
+
+    draws: int
+    squares: Array
+    sums: Array
+    across: Array  # products of parts
+    kept: dict[str, Array]
+    fourth: float = 0.0
+    beyond: dict[float, int] = field(default_factory=lambda: dict.fromkeys(_TAILS, 0))
+
+    @classmethod
+    def by(cls, watch: NoiseWatch, steps: Mapping[str, Array]) -> Self:
+        size, parts = int(watch.ends[-1]), len(watch.parts)
+        draws = max(_COMPARED, min(_DRAWS, _NUMBERS // size))
+        found = cls(draws, np.zeros(size), np.zeros(size), np.zeros((parts, parts)), dict(steps))
+        for number in range(draws):
+            x = watch.draw()
+            if number < _COMPARED:
+                found.kept[f"draw {number + 1}"] = x[:LONGEST].copy()
+            if number < _CROSSED:
+                found.across += _products([x[a:b] for a, b in pairwise(watch.ends)])
+            found.sums += x
+            found._add(x * x)
+        return found
+
+    def _add(self, square: Array) -> None:
+        self.squares += square
+        self.fourth += float(square @ square)
+        far = square[square > _TAILS[0] ** 2]
+        for at in _TAILS:
+            self.beyond[at] += int((far > at**2).sum())
+
+
 def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNoise:
     """From fresh draws, and from those that real steps made, which have names."""
     size, names, ends = int(watch.ends[-1]), watch.parts, watch.ends
-    draws = max(_COMPARED, min(_DRAWS, _NUMBERS // size))
-    squares, sums, fourth = np.zeros(size), np.zeros(size), 0.0
-    beyond, kept = dict.fromkeys(_TAILS, 0), dict(steps)
-    across = np.zeros((len(names), len(names)))
-    for number in range(draws):
-        x = watch.draw()
-        if number < _COMPARED:
-            kept[f"draw {number + 1}"] = x[:LONGEST].copy()
-        if number < _CROSSED:
-            across += _products([x[a:b] for a, b in pairwise(ends)])
-        square = x * x
-        squares += square
-        sums += x
-        fourth += float(square @ square)
-        far = square[square > _TAILS[0] ** 2]
-        for at in _TAILS:
-            beyond[at] += int((far > at**2).sum())
+    found = _Drawn.by(watch, steps)
+    draws, squares, kept = found.draws, found.squares, found.kept
     checks: list[Check] = []
 
     def check(name: str, measured: float, declared: str, rare: bool) -> None:
@@ -112,26 +132,24 @@ def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNois
     extremes: tuple[Callable[..., Any], ...] = (np.argmin, np.argmax)
     for extreme in extremes if not watch.unknown else ():
         part = int(extreme(surplus))
-        ratio, rare = (
-            totals[part] / numbers[part],
-            rare_square(totals[part], numbers[part], len(names)),
-        )
-        check(f"std of {names[part]}, of what was asked for", math.sqrt(ratio), "1", rare)
+        rare = rare_square(totals[part], numbers[part], len(names))
+        ratio = math.sqrt(totals[part] / numbers[part])
+        check(f"std of {names[part]}, of what was asked for", ratio, "1", rare)
     place = int(np.argmin(squares))
     where = names[int(np.searchsorted(ends, place, side="right")) - 1]
     rare = rare_square(squares[place], draws, size)
     check(f"variance of a number in {where}", squares[place] / draws, "1", rare)
-    means = np.add.reduceat(sums, ends[:-1]) / np.sqrt(numbers)
+    means = np.add.reduceat(found.sums, ends[:-1]) / np.sqrt(numbers)
     mean = means[int(np.argmax(np.abs(means)))]
     check("largest mean of a part, in std errors", mean, "small", rare_normal(mean, len(names)))
     count = draws * size
-    excess = (fourth / count - 3) / math.sqrt(96 / count)
+    excess = (found.fourth / count - 3) / math.sqrt(96 / count)
     check("kurtosis, in std errors", excess, "small", rare_normal(excess))
-    for at, found in beyond.items():
+    for at, times in found.beyond.items():
         law = 2 * float(ndtr(-at))
-        rare = rare_count(found, count, law)
-        check(f"numbers beyond {at:g} std", found, f"{count * law:.1f}", rare)
-    value = _largest(across)[0] / math.sqrt(min(draws, _CROSSED))
+        rare = rare_count(times, count, law)
+        check(f"numbers beyond {at:g} std", times, f"{count * law:.1f}", rare)
+    value = _largest(found.across)[0] / math.sqrt(min(draws, _CROSSED))
     rare = rare_normal(value, len(names) ** 2)
     check("correlation of two parts, in std errors", value, "small", rare)
     value, first, second = _largest(_products([*kept.values()]))

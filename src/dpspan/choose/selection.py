@@ -37,12 +37,12 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.picking import MECHANISMS, pick, probability_of_best
 from dpspan.choose.probe import PIECE, Loss, Probe, check_independence, drawn, principal_subspace
 from dpspan.engine.plan import units_of
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
 from dpspan.public.data import PublicData, hold
 from dpspan.public.overlap import refuse_overlap
-from dpspan.statistics.picking import MECHANISMS, pick, probability_of_best
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dpspan
 from dpspan.accounting.events import pure_event
-from dpspan.statistics.quantiles import draw, on_grid, scores
+from dpspan.accounting.questions import draw, on_grid, scores
 
 
 def law(counts: list[int], quantile: Fraction, epsilon: float) -> list[float]:

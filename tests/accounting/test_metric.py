@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpspan
-from dpspan.statistics import metric
-from dpspan.statistics.metric import both_sums
+from dpspan.accounting import questions
+from dpspan.accounting.questions import both_sums
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
@@ -34,7 +34,7 @@ def test_whatever_the_scores_are_the_sums_stay_within_bounds(values):
         return seen[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metric, "both_sums", spy)
+        patch.setattr(questions, "both_sums", spy)
         found = dpspan.private_metric(values, noise_multiplier=2.0, bounds=(-3, 5))
     assert sum(seen[0]) == pytest.approx(len(values))
     assert min(seen[0]) >= 0
