@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
