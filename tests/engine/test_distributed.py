@@ -46,6 +46,7 @@ METHODS: dict[str, Method] = {
     "GEP": GEP(public=PUBLIC, rank=4, clip=1.0),
     "GEP in groups": GEP(public=PUBLIC, rank=4, clip=1.0, groups=2, refresh=3, solver=Lanczos()),
     "RGP": RGP(rank=1, clip=1.0),
+    "an adaptive clip": DPSGD(clip=1.0, clipping=dpspan.AdaptiveClipping(rate=1.0)),
     "RGP left only": RGP(rank=2, clip=1.0, left_only=True, carriers="weights"),
     "MirrorDescent": MirrorDescent(
         public=PUBLIC, mixing=dpspan.ConstantMixing(share=0.5), clip=1.0
