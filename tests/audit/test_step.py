@@ -22,7 +22,7 @@ from dpspan import (
     MirrorDescent,
     PrivacyEngine,
 )
-from dpspan.audit import StepAudit, audit_step
+from dpspan.audit import StepAudit, audit_step, noise
 from dpspan.engine.sampling import PartitionDraw, PoissonDraw
 from dpspan.mechanisms import dpsgd, gep, mirror, rgp, subspace_method
 from dpspan.mechanisms.dpsgd import DPSGDMechanism
@@ -87,6 +87,18 @@ def test_nothing_is_found_in_a_sound_step(name: str) -> None:
     assert audit.passed, said(audit)
     added = [c.measured for c in audit.checks if "of a canary" in c.name]
     assert 0.95 < max(added) < 1.05  # the clip was reached
+
+
+def test_few_numbers_are_not_called_correlated() -> None:
+    """Products of few normal numbers have long tails: what is compared must be normal itself."""
+    rng, largest = np.random.default_rng(0), []
+    for _ in range(2000):
+        products = noise._Products()
+        for _ in range(2):
+            products.add([*rng.standard_normal((2, 2)), rng.standard_normal(5)])
+        largest.append(products.largest()[0])
+    # Six values a time, so 12,000: one beyond 5 would come up in a hundred such tests.
+    assert 3 < max(map(abs, largest)) < 5
 
 
 def dropout() -> nn.Module:
@@ -248,7 +260,8 @@ def test_a_tenth_of_clip_too_much(name: str, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(module, "clip_factors", lambda *a, f=factors: 1.1 * f(*a))
     audit = audited(METHODS[name])
     assert found(audit) == {"sensitivity"}
-    assert max(check.measured for check in audit.findings) == pytest.approx(1.1, abs=0.03)
+    # Canaries near a subspace lose a little there; the noise's std is known to 0.7 % or better.
+    assert max(check.measured for check in audit.findings) == pytest.approx(1.1, abs=0.06)
 
 
 def test_only_gradients_that_are_not_finite_pass(monkeypatch: pytest.MonkeyPatch) -> None:

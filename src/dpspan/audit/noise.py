@@ -79,6 +79,34 @@ class MeasuredNoise:
     error: float
 
 
+class _Products:
+    """Of each two vectors Σ x·y, as far as both go and within limits, over |x|.
+
+    Given x, that is exactly normal with variance 1, however few numbers there are.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Array = np.zeros(())
+        self._squares: Array = np.zeros(())
+
+    def add(self, vectors: list[Array]) -> Self:
+        lengths = np.array([min(len(x), LONGEST) for x in vectors])
+        padded = np.zeros((len(vectors), lengths.max()))
+        for row, x, length in zip(padded, vectors, lengths, strict=True):
+            row[:length] = x[:length]
+        reached = (np.arange(lengths.max()) < lengths[:, None]).astype(float)
+        self._sums = self._sums + padded @ padded.T
+        self._squares = self._squares + padded**2 @ reached.T
+        return self
+
+    def largest(self) -> tuple[float, int, int]:
+        """The largest of two different vectors, and which they are."""
+        products = self._sums / np.sqrt(np.maximum(self._squares, np.finfo(float).tiny))
+        np.fill_diagonal(products, 0)
+        first, second = np.unravel_index(np.argmax(np.abs(products)), products.shape)
+        return float(products[first, second]), int(first), int(second)
+
+
 @dataclass
 class _Drawn:
     """What is kept of fresh draws, and of those that real steps made, which have names."""
@@ -86,22 +114,22 @@ class _Drawn:
     draws: int
     squares: Array
     sums: Array
-    across: Array  # products of parts
+    across: _Products  # of parts
     kept: dict[str, Array]
     fourth: float = 0.0
     beyond: dict[float, int] = field(default_factory=lambda: dict.fromkeys(_TAILS, 0))
 
     @classmethod
     def by(cls, watch: NoiseWatch, steps: Mapping[str, Array]) -> Self:
-        size, parts = int(watch.ends[-1]), len(watch.parts)
+        size = int(watch.ends[-1])
         draws = max(_COMPARED, min(_DRAWS, _NUMBERS // size))
-        found = cls(draws, np.zeros(size), np.zeros(size), np.zeros((parts, parts)), dict(steps))
+        found = cls(draws, np.zeros(size), np.zeros(size), _Products(), dict(steps))
         for number in range(draws):
             x = watch.draw()
             if number < _COMPARED:
                 found.kept[f"draw {number + 1}"] = x[:LONGEST].copy()
             if number < _CROSSED:
-                found.across += _products([x[a:b] for a, b in pairwise(watch.ends)])
+                found.across.add([x[a:b] for a, b in pairwise(watch.ends)])
             found.sums += x
             found._add(x * x)
         return found
@@ -149,10 +177,10 @@ def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNois
         law = 2 * float(ndtr(-at))
         rare = rare_count(times, count, law)
         check(f"numbers beyond {at:g} std", times, f"{count * law:.1f}", rare)
-    value = _largest(found.across)[0] / math.sqrt(min(draws, _CROSSED))
+    value, *_ = found.across.largest()
     rare = rare_normal(value, len(names) ** 2)
     check("correlation of two parts, in std errors", value, "small", rare)
-    value, first, second = _largest(_products([*kept.values()]))
+    value, first, second = _Products().add([*kept.values()]).largest()
     pair, rare = f"{[*kept][first]} and {[*kept][second]}", rare_normal(value, len(kept) ** 2)
     check(f"correlation of {pair}, in std errors", value, "small", rare)
     # Parts that asked for the same std have it from all of their numbers.
@@ -162,22 +190,6 @@ def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNois
         std[name] = own * math.sqrt(totals[alike].sum() / numbers[alike].sum())
     fewest = min(numbers[asked == own].sum() for own in asked)
     return MeasuredNoise(checks=tuple(checks), std=std, error=5 / math.sqrt(2 * fewest))
-
-
-def _products(vectors: list[Array]) -> Array:
-    """Σ x·y of each two of them, as far as both go and within limits, in units of its std."""
-    lengths = [min(len(x), LONGEST) for x in vectors]
-    padded = np.zeros((len(vectors), max(lengths)))
-    for row, x, length in zip(padded, vectors, lengths, strict=True):
-        row[:length] = x[:length]
-    products: Array = padded @ padded.T / np.sqrt(np.minimum.outer(lengths, lengths))
-    return products
-
-
-def _largest(products: Array) -> tuple[float, int, int]:
-    np.fill_diagonal(products, 0)
-    first, second = np.unravel_index(np.argmax(np.abs(products)), products.shape)
-    return float(products[first, second]), int(first), int(second)
 
 
 def drawn_by_a_fork(watch: NoiseWatch) -> dict[str, Array]:
