@@ -254,16 +254,10 @@ class _Search:
         made = contender_of("a try", config, public, records=records, chosen=self._chosen)
         training = Training(task, made, config.training.seed)
         training.prepare(ledger, noise_multiplier=self.state["noise_multiplier"])
-        try:
-            for _ in training.take_steps():
-                pass
-        except ValueError:
-            if not training.step:  # a mistake in the settings; later on it is the rate's
-                raise
-            training.status = "diverged"
+        kept = training.take_all_steps()
         document = training.engine.certificate(self._budget.delta)
         training.engine.detach()
-        score = _DIVERGED if training.status == "diverged" else self._score(training)
+        score = self._score(training) if kept else _DIVERGED
         best, number = self.state["best"], self.state["done"]
         if best is None or score > best["score"]:
             self._kept(number).write_model(training.model)

@@ -386,6 +386,17 @@ class Training:
             yield True
         self.status = self.status or "finished"
 
+    def take_all_steps(self, *, forgiving: bool = False) -> bool:
+        """Train; whether weights stayed in range. `forgiving`: errors after a step count as not."""
+        try:
+            for _ in self.take_steps():
+                pass
+        except ValueError:
+            if float(_largest(self.model)) < _HUGE and not (forgiving and self.step):
+                raise
+            self.status = "diverged"
+        return self.status != "diverged"
+
     def _piece(self, inputs: Any, labels: Any) -> None:
         task, schedule = self.task, self.contender.schedule
         if schedule is not None:
@@ -413,16 +424,9 @@ def rehearse(
         return accuracy_and_loss(task, model)[0]
     training = Training(task, contender, seed)
     training.prepare(Ledger(), noise_multiplier=noise, sample_rate=sample_rate)
-    try:
-        for _ in training.take_steps():
-            pass
-    except ValueError:
-        if not training.step:  # a mistake in the settings; later on it is the rate's
-            raise
-        training.status = "diverged"
+    kept = training.take_all_steps(forgiving=True)
     training.engine.detach()
-    lost = training.status == "diverged"
-    return math.nan if lost else accuracy_and_loss(task, training.model)[0]
+    return accuracy_and_loss(task, training.model)[0] if kept else math.nan
 
 
 class _Records(TensorDataset):
@@ -459,8 +463,7 @@ def _largest(model: nn.Module) -> Tensor:
     return torch.stack([weight.abs().amax().float() for weight in trained]).amax()
 
 
-# Runs of other seeds need the same noise.
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # runs of other seeds need the same noise
 def calibrated(
     budget: Budget, spent: Spent, sample_rate: float, steps: int, accountant: str
 ) -> float:
