@@ -163,7 +163,7 @@ def test_the_best_score_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = tune(config(folder, budget=BUDGET), learning_rate=(0.01, 0.1))
     assert found.found == {"learning_rate": tried[1]}
     assert all(0.01 <= rate <= 0.1 for rate in tried)
-    assert len(set(tried)) == 3
+    assert len(set(tried)) > 1  # of three digits two may be the same
 
 
 def test_an_interrupted_search_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
