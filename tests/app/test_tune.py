@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dpspan.app.config import load_config
 from dpspan.app.report import render
 from dpspan.app.run import RunFolder
 from dpspan.app.run.folder import read_json, read_lines
+from dpspan.app.run.training import Training
 from dpspan.app.tune import geometric, tune, tuning_event
 from dpspan.app.verification import verify
 from helpers.digits import config, settings, write_npz
@@ -164,6 +166,23 @@ def test_the_best_score_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.found == {"learning_rate": tried[1]}
     assert all(0.01 <= rate <= 0.1 for rate in tried)
     assert len(set(tried)) > 1  # of three digits two may be the same
+
+
+def test_an_error_that_is_not_the_weights_fault_scores_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a record's: which try is released must not depend on that."""
+    three_tries(monkeypatch)
+    take_steps = Training.take_steps
+
+    def failing(training: Training) -> Iterator[bool]:
+        yield next(take_steps(training))
+        raise ValueError("a record cannot be read")
+
+    monkeypatch.setattr(Training, "take_steps", failing)
+    with pytest.raises(ValueError, match="a record cannot be read"):
+        tune(config(folder, budget=BUDGET))
+    assert not RunFolder(folder / "run").certificate.exists()
 
 
 def test_an_interrupted_search_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
