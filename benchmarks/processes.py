@@ -1,5 +1,8 @@
 """One model, several processes: `python -m benchmarks.processes [--models …] [--worlds 1 2 4]`.
 
+On a GPU (`--device cuda`) there is one process, alone or as a world of one, and data loading, which
+is the same in both, is left out of the time.
+
 Each process has one thread and its part of every batch; all of it goes through the engine: loader,
 checks between processes, sums, noise, the optimizer. `alone` is a process that knows of no others,
 and a world of one the same with torch.distributed initialised. Bytes are those that the first
@@ -27,6 +30,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import contenders, report
+from benchmarks.measure import synchronize
 from benchmarks.methods import CASES, METHODS, Case
 from benchmarks.problems import PROBLEMS
 from dpspan import PrivacyEngine
@@ -67,13 +71,15 @@ def counted() -> Iterator[list[int]]:
         Processes._travel = plain  # type: ignore[method-assign]
 
 
-def steps(model: str, method: str, case: Case, seconds: float) -> tuple[list[float], float]:
+def steps(
+    model: str, method: str, case: Case, seconds: float, device: str
+) -> tuple[list[float], float]:
     """Milliseconds of each step, and bytes of one."""
     problem = PROBLEMS[model]
     x, y = problem.data(case.private + case.public, "cpu")
     public = x[case.private :], y[case.private :]
     x, y = x[: case.private], y[: case.private]
-    module = problem.model("cpu")
+    module = problem.model(device)
     _, optimizer, loader = PrivacyEngine().make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=contenders.LEARNING_RATE),
@@ -87,9 +93,14 @@ def steps(model: str, method: str, case: Case, seconds: float) -> tuple[list[flo
         while sum(times) < 1000 * seconds or len(times) < WARM_UP + 3:
             start, before = time.perf_counter(), sent[0]
             for images, labels in loader:
+                if device == "cuda":
+                    images, labels = images.to(device), labels.to(device)
+                    synchronize(device)
+                    start = time.perf_counter()
                 optimizer.zero_grad()
                 criterion(module(images), labels).backward()
                 optimizer.step()
+                synchronize(device)
                 times.append(1000 * (time.perf_counter() - start))
                 start = time.perf_counter()
                 bytes_of_one, before = sent[0] - before, sent[0]
@@ -121,9 +132,8 @@ def child(rank: int, world: int | None, store: str, pipe: Any, task: tuple[Any, 
     if world is not None:
         found = distributed.FileStore(store, world)
         distributed.init_process_group("gloo", store=found, rank=rank, world_size=world)
-    model, method, case, seconds = task
     result: dict[str, Any] = {}
-    result["milliseconds"], result["bytes"] = steps(model, method, case, seconds)
+    result["milliseconds"], result["bytes"] = steps(*task)
     if world is not None and world > 1:
         result["messages"] = {str(size): message(size) for size in (0.001, 1.0, 8.0)}
     if rank == 0:
@@ -154,25 +164,27 @@ def measured(world: int | None, *task: Any) -> dict[str, Any]:
 def main() -> None:
     """Measure, store and show."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.processes")
+    parser.add_argument("--device", default="cpu", choices=list(CASES))
     parser.add_argument("--models", nargs="+", default=["resnet20"], choices=list(CASES["cpu"]))
     parser.add_argument("--methods", nargs="+", default=list(CHOSEN), choices=list(METHODS))
-    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--worlds", nargs="+", type=int, help="1 2 4; on a GPU 1")
     parser.add_argument("--rounds", type=int, default=3, help="of all worlds in turn")
     parser.add_argument("--seconds", type=float, default=10, help="timed, a world and round")
     parser.add_argument("--out", type=Path, default=Path("runs/processes"))
     options = parser.parse_args()
-    results: report.Results = {"environment": report.environment("cpu"), "models": {}}
+    worlds = options.worlds or ([1] if options.device == "cuda" else [1, 2, 4])
+    results: report.Results = {"environment": report.environment(options.device), "models": {}}
     table = Table(title="One step in several processes of one thread each")
     for heading in ("model", "method", "processes", "ms a step", "× faster", "MB a step"):
         table.add_column(heading)
     for model in options.models:
-        case = CASES["cpu"][model]
+        case = CASES[options.device][model]
         for method in options.methods:
             rounds: dict[str, list[dict[str, Any]]] = {}
             for _ in range(options.rounds):  # in turn: a machine is not the same all the time
-                for world in (None, *options.worlds):
+                for world in (None, *worlds):
                     name = "alone" if world is None else str(world)
-                    found = measured(world, model, method, case, options.seconds)
+                    found = measured(world, model, method, case, options.seconds, options.device)
                     rounds.setdefault(name, []).append(found)
             medians = {
                 name: [statistics.median(each["milliseconds"]) for each in found]
