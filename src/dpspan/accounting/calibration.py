@@ -30,12 +30,6 @@ def calibrate(
     """The noise multiplier for `steps` Poisson steps: ε within 1e-3 below the target, never above.
 
     What `spent` holds counts towards the target. The accountant is by default its own, or "pld".
-
-    Examples:
-        >>> import dpspan
-        >>> z = dpspan.calibrate(2.0, 1e-5, sample_rate=0.02, steps=2500)
-        >>> round(z, 2)
-        2.14
     """
     budget = Budget(epsilon=target_epsilon, delta=target_delta)
     return calibrate_event(

@@ -36,16 +36,6 @@ def certificate(
 
     `training` describes method and sampling: public configuration, as plain values. `adjacency`
     says between which datasets the guarantee holds, if not between those that the ledger says.
-
-    Examples:
-        >>> import dpspan
-        >>> from dpspan.accounting.certificate import certificate
-        >>> from dpspan.accounting.events import step_event
-        >>> ledger = dpspan.Ledger(accountant="rdp")
-        >>> ledger.charge(step_event(noise_multiplier=2.0, sample_rate=0.01), count=100)
-        >>> document = certificate(ledger, delta=1e-5, training={"method": "mine"})
-        >>> document["private"], document["steps"], document["adjacency"]
-        (True, 100, 'add or remove one record')
     """
     spending = ledger.spending(delta)  # first: it may add a warning
     check_promised_delta("delta", spending.delta)
@@ -121,15 +111,7 @@ def sha256_of(document: Any) -> str:
 
 
 def write_certificate(path: str | Path, document: Mapping[str, Any]) -> Path:
-    """Write the document whole or not at all; OSError with the path if that is impossible.
-
-    Examples:
-        >>> import dpspan
-        >>> from dpspan.accounting.certificate import certificate
-        >>> document = certificate(dpspan.Ledger(), delta=1e-5, training={"method": "mine"})
-        >>> dpspan.write_certificate("certificate.json", document).name
-        'certificate.json'
-    """
+    """Write the document whole or not at all; OSError with the path if that is impossible."""
     path = Path(path)
     text = json.dumps(_plain("document", document), indent=2, ensure_ascii=False, allow_nan=False)
     with replacing(path, what="the certificate") as temporary:

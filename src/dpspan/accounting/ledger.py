@@ -55,17 +55,6 @@ class Ledger:
     """Records each event before its release and refuses what the budget cannot pay for.
 
     Nothing is refused without a `budget`, which may be set later.
-
-    Examples:
-        >>> import dpspan
-        >>> from dpspan.accounting.events import step_event
-        >>> ledger = dpspan.Ledger(budget=dpspan.Budget(epsilon=1.0, delta=1e-5), accountant="rdp")
-        >>> ledger.charge(step_event(noise_multiplier=2.0, sample_rate=0.01), count=100)
-        >>> round(ledger.epsilon(), 3)
-        0.257
-        >>> ledger.charge(step_event(noise_multiplier=0.1, sample_rate=0.01))
-        Traceback (most recent call last):
-        dpspan.support.errors.BudgetExceeded: ...
     """
 
     def __init__(self, *, accountant: str = "pld", budget: Budget | None = None) -> None:

@@ -18,16 +18,7 @@ LARGE_EPSILON = 10.0  # above, guesses who took part may be right 99.995 % of th
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The (ε, δ) that a run may spend.
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.Budget(epsilon=3.0, delta=1e-5)
-        Budget(epsilon=3.0, delta=1e-05)
-        >>> dpspan.Budget(epsilon=-1.0, delta=1e-5)
-        Traceback (most recent call last):
-        ValueError: Expected target_epsilon > 0 and finite, got -1.0.
-    """
+    """The (ε, δ) that a run may spend."""
 
     epsilon: float
     delta: float

@@ -60,16 +60,6 @@ def private_metric(
             z·√(p² + (1 − p)²)/n.
         bounds: of a score; from public knowledge.
         ledger: is charged before anything is drawn.
-
-    Examples:
-        >>> import dpspan
-        >>> ledger = dpspan.Ledger()
-        >>> right = [True] * 900 + [False] * 100
-        >>> accuracy = dpspan.private_metric(right, noise_multiplier=5.0, ledger=ledger)
-        >>> abs(accuracy.value - 0.9) < 0.1
-        True
-        >>> ledger.events
-        ((GaussianDpEvent(noise_multiplier=5.0), 1),)
     """
     low, high = _bounded_by(bounds)
     z = check_positive("noise_multiplier", noise_multiplier)
@@ -110,17 +100,6 @@ def private_quantiles(
         epsilon: ε of all of them together, with δ = 0.
         points: of the grid between the bounds, on which the answers lie.
         ledger: is charged before anything is drawn.
-
-    Examples:
-        >>> import dpspan
-        >>> ages, ledger = [31, 42, 42, 57, 68] * 200, dpspan.Ledger()
-        >>> (median,) = dpspan.private_quantiles(
-        ...     ages, [0.5], bounds=(0, 100), epsilon=0.5, points=101, ledger=ledger
-        ... )
-        >>> 40 < median < 50
-        True
-        >>> ledger.epsilon(delta=1e-5) <= 0.5
-        True
     """
     low, high = _bounded_by(bounds)
     points, epsilon = check_count("points", points, least=2), check_positive("epsilon", epsilon)

@@ -89,13 +89,7 @@ class Certificate(_Part):
 
 
 def certificate_schema() -> dict[str, Any]:
-    """The JSON Schema of a certificate.
-
-    Examples:
-        >>> from dpspan.accounting.schema import certificate_schema
-        >>> certificate_schema()["title"]
-        'Certificate'
-    """
+    """The JSON Schema of a certificate."""
     return {"$schema": _ID, **Certificate.model_json_schema()}
 
 

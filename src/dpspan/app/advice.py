@@ -61,27 +61,6 @@ def advise(
         folds: ways to cut the stand-in; the first finds the rates, the others tell how good.
         jobs: trainings at a time, in processes of their own.
         console: where the progress bar goes; none without one.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> x, y = torch.randn(800, 4), torch.arange(800) % 2
-        >>> public = x[400:], y[400:]
-        >>> task = dpspan.Task(
-        ...     model=lambda: torch.nn.Linear(4, 2),
-        ...     private=torch.utils.data.TensorDataset(x[:400], y[:400]),
-        ...     test=None,
-        ...     batch_size=50,
-        ...     epochs=2,
-        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
-        ...     public=public,
-        ...     warm_start=dpspan.WarmStart(data=public, max_epochs=5),
-        ... )
-        >>> method = dpspan.DPSGD(clip=1.0)
-        >>> contender = dpspan.Contender(name="DP-SGD", method=method, learning_rate=0.5)
-        >>> advice = dpspan.advise(task, [contender], records=400, rates=(0.5,), folds=3)
-        >>> advice.recommended in {"public only", "DP-SGD", "warm start + DP-SGD"}
-        True
     """
     records = check_count("records", task.records if records is None else records)
     expect(task.batch_size <= records, f"batch_size of at most {records}", task.batch_size)

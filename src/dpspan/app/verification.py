@@ -50,14 +50,6 @@ def verify(path: str | Path) -> Verification:
 
     Args:
         path: the folder of a run (or of a comparison), or a certificate alone.
-
-    Examples:
-        >>> import dpspan
-        >>> from dpspan.accounting.certificate import certificate
-        >>> document = certificate(dpspan.Ledger(), delta=1e-5, training={"method": "mine"})
-        >>> path = dpspan.write_certificate("certificate.json", document)
-        >>> dpspan.verify(path).holds
-        True
     """
     path = Path(path)
     folder = RunFolder(path) if path.is_dir() else None

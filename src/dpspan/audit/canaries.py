@@ -90,26 +90,6 @@ def audit_canaries(
             1,000: more would hide each other.
         like: a record whose form black-box canaries take, of anybody; without one there are none.
         seed: of the canaries. Coins and noise come from OS entropy.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
-        >>> import dpspan
-        >>> from dpspan.audit import audit_canaries
-        >>> records = TensorDataset(torch.randn(200, 20), torch.randint(2, (200,)))
-        >>> criterion = nn.CrossEntropyLoss()
-        >>> def prepare(added):
-        ...     model, engine = nn.Linear(20, 2), dpspan.PrivacyEngine()
-        ...     return engine, *engine.make_private(
-        ...         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ...         data_loader=DataLoader(ConcatDataset([records, added]), batch_size=20),
-        ...         noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=20)
-        >>> result = audit_canaries(
-        ...     prepare, lambda model, batch: criterion(model(batch[0]), batch[1]),
-        ...     steps=5, delta=1e-5, canaries=20, like=(torch.zeros(20), torch.tensor(0)))
-        >>> result.epsilon <= result.declared  # 20 canaries prove at most 1.8
-        True
     """
     check_count("steps", steps)
     generator = torch.Generator().manual_seed(check_seed(seed))

@@ -65,16 +65,6 @@ def epsilon_lower_bound(
         confidence: that the bound is not too high.
         gaussian: the mechanism is known to be Gaussian: then μ is bounded, and translated to ε at
             δ. Much sharper, and wrong for a mechanism that is not Gaussian.
-
-    Examples:
-        >>> import numpy as np
-        >>> from dpspan.audit import epsilon_lower_bound
-        >>> rng = np.random.default_rng(0)
-        >>> coins = rng.random(1000) < 0.5
-        >>> 1 < epsilon_lower_bound(coins + rng.normal(size=1000), coins, delta=1e-5) < 3
-        True
-        >>> epsilon_lower_bound(rng.normal(size=1000), coins, delta=1e-5)
-        0.0
     """
     values, coins = np.asarray(scores, dtype=float), np.asarray(included)
     both = "scores and included to be two lists of one length"

@@ -38,22 +38,6 @@ def audit_step(prepare: Callable[[], Prepared], loss: Loss, *, seed: int = 0) ->
             returned.
         loss: `loss(model, batch)` as your training loop computes it.
         seed: of the canaries, and of dropout while they are exchanged.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> import dpspan
-        >>> from dpspan.audit import audit_step
-        >>> records = TensorDataset(torch.randn(200, 4), torch.randint(2, (200,)))
-        >>> criterion = nn.CrossEntropyLoss()
-        >>> def prepare():
-        ...     model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
-        ...     return engine, *engine.make_private(
-        ...         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ...         data_loader=DataLoader(records, batch_size=20), noise_multiplier=1.0)
-        >>> audit_step(prepare, lambda model, batch: criterion(model(batch[0]), batch[1])).passed
-        True
     """
     seed = check_seed(seed)
     watch, releases, notes = None, dict[str, Array](), []

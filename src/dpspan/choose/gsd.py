@@ -52,15 +52,6 @@ def gsd(
         rank: k; ValueError if one side's gradients span fewer directions.
         seed: of the random labels, the same for both sides.
         piece: samples run through the model at a time.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model, batch = nn.Linear(8, 3), torch.randn(50, 8)
-        >>> distance = dpspan.gsd(model, nn.CrossEntropyLoss(), batch, batch, rank=4)
-        >>> round(distance, 3)  # the same data, the same directions
-        0.0
     """
     probe = Probe.of(model, loss_fn, seed=seed, piece=piece)
     private = Samples.of(private_batch, name="private")
@@ -159,17 +150,6 @@ def rank_public(
         samples: how many samples of each dataset.
         seed: of the samples that are drawn and of their random labels.
         ledger: where to note that this was looked at; the numbers themselves never go there.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model, criterion = nn.Linear(8, 3), nn.CrossEntropyLoss()
-        >>> records = torch.randn(100, 8)  # ones that you may look at
-        >>> candidates = {"same": records, "other": torch.ones(50, 8)}
-        >>> table = dpspan.rank_public(model, criterion, records, candidates, rank=2)
-        >>> [row.name for row in table.rows]
-        ['same', 'other']
     """
     if not candidates:
         raise ValueError("Expected at least 1 public candidate, got none.")

@@ -193,12 +193,6 @@ class ProbeNetwork(nn.Module):
     Table 5b: 64 filters of 8 × 8, stride 5; pool 2; 16 filters of 4 × 4, stride 3; pool 2; 144
     units into the classes. 144 = 16 × 3 × 3 is what images of 224 × 224 give, so others are
     resized to that. 30,782 parameters for 3 channels and 14 classes.
-
-    Examples:
-        >>> import torch
-        >>> from dpspan.choose import ProbeNetwork
-        >>> ProbeNetwork(channels=3, classes=10)(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
     """
 
     def __init__(self, *, channels: int, classes: int, seed: int = 0) -> None:

@@ -119,22 +119,6 @@ def choose_public(
         records_per_unit: most records of one unit that count.
         seed: of the samples and random labels of the candidates; no secret.
         piece: samples run through the model at a time.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model, criterion = nn.Linear(8, 3), nn.CrossEntropyLoss()
-        >>> records = torch.randn(300, 8), torch.arange(300) % 3
-        >>> candidates = {"near": torch.randn(50, 8), "far": torch.ones(50, 8)}
-        >>> ledger = dpspan.Ledger()  # of the engine that will train: engine.ledger
-        >>> choice = dpspan.choose_public(
-        ...     model, criterion, records, candidates, ledger=ledger, epsilon=0.1, rank=2
-        ... )
-        >>> choice.name in candidates
-        True
-        >>> ledger.epsilon(delta=1e-5) <= 0.1
-        True
     """
     refuse_several_processes()
     epsilon, sample_rate = _checked(epsilon, sample_rate, mechanism)
@@ -195,11 +179,6 @@ def resolution(
 
     Found with probability `success` or more, whatever the data: above 1 it is out of reach. From
     public knowledge only. `candidates` counts "no public data" too.
-
-    Examples:
-        >>> from dpspan.choose import resolution
-        >>> round(resolution(records=2000, candidates=6, epsilon=0.1), 3)
-        0.02
     """
     records = check_count("records", records)
     candidates = check_count("candidates", candidates, least=2)

@@ -313,19 +313,6 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.
-
-    Examples:
-        >>> import numpy as np
-        >>> from dpspan.convex import PrivateLogisticRegression
-        >>> draw = np.random.default_rng(0)
-        >>> X = draw.normal(size=(2000, 4))
-        >>> y = (X[:, 0] > 0).astype(int)
-        >>> model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6, classes=[0, 1], records=2000)
-        >>> model = model.fit(X, y)
-        >>> 0.999 <= model.epsilon_ <= 1.0
-        True
-        >>> model.certificate_["private"]
-        True
     """
 
     def _task(self, y: NDArray[Any]) -> Task:
@@ -351,16 +338,6 @@ class PrivateLinearSVC(PrivateLinearClassifier):
     are learned one against the rest, all in one vector under one clip. The other parameters are
     those of `PrivateLogisticRegression`, and so are the warnings: no scaler of private records
     before it in a pipeline, and every fit spends ε again.
-
-    Examples:
-        >>> import numpy as np
-        >>> from dpspan.convex import PrivateLinearSVC
-        >>> draw = np.random.default_rng(0)
-        >>> X = draw.normal(size=(2000, 4))
-        >>> y = (X[:, 0] > 0).astype(int)
-        >>> model = PrivateLinearSVC(epsilon=1.0, accountant="rdp").fit(X, y)
-        >>> model.predict(X[:3]).shape
-        (3,)
     """
 
     smoothing: float = 0.5
@@ -378,16 +355,6 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
     then needs no other learning rate for other units. The other parameters are those of
     `PrivateLogisticRegression`, and so are the warnings: no scaler of private records before it in
     a pipeline, and every fit spends ε again.
-
-    Examples:
-        >>> import numpy as np
-        >>> from dpspan.convex import PrivateLinearRegression
-        >>> draw = np.random.default_rng(0)
-        >>> X = draw.normal(size=(2000, 4))
-        >>> y = 20 + 5 * X[:, 0]  # years, say
-        >>> model = PrivateLinearRegression(epsilon=1.0, target_bounds=(0, 40), accountant="rdp")
-        >>> model.fit(X, y).predict(X[:3]).shape
-        (3,)
     """
 
     loss: str | Squared | Huber = "squared"

@@ -104,25 +104,14 @@ class _Descent:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDescent(_Descent):
-    """DP-GD; constrained with a `radius`, projected (the convex PDP-SGD) with a `subspace`.
-
-    Examples:
-        >>> from dpspan.convex import GradientDescent, PrivateLogisticRegression
-        >>> model = PrivateLogisticRegression(epsilon=1.0, method=GradientDescent(radius=5.0))
-    """
+    """DP-GD; constrained with a `radius`, projected (the convex PDP-SGD) with a `subspace`."""
 
     learning_rate: float = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyAdaGrad(_Descent):
-    """Noisy AdaGrad; `preconditioner` says where H_t comes from.
-
-    Examples:
-        >>> from dpspan.convex import NoisyAdaGrad, PrivateLogisticRegression, PublicFeatures
-        >>> method = NoisyAdaGrad(steps=50, subspace=PublicFeatures(rank=20))
-        >>> model = PrivateLogisticRegression(epsilon=1.0, method=method)
-    """
+    """Noisy AdaGrad; `preconditioner` says where H_t comes from."""
 
     learning_rate: float = 1.0
     preconditioner: Preconditioner = field(default_factory=FromNoisyGradients)

@@ -62,11 +62,6 @@ class FeatureBounds:
     """Bounds of each feature (or of all), known in advance: values end up between −1 and 1.
 
     Values beyond the bounds are cut. With `center=False` zero stays zero, for sparse features.
-
-    Examples:
-        >>> from dpspan.convex import FeatureBounds, PrivateLogisticRegression
-        >>> bounds = FeatureBounds(low=[0, 40], high=[120, 250])  # age in years, height in cm
-        >>> model = PrivateLogisticRegression(epsilon=1.0, scaling=bounds)
     """
 
     low: Any
@@ -88,10 +83,6 @@ class PublicScaling:
 
     The cut keeps what is rare among the public rows, a category seen once, from growing large. A
     feature that never varies there is only centred and cut.
-
-    Examples:
-        >>> from dpspan.convex import PrivateLogisticRegression, PublicScaling
-        >>> model = PrivateLogisticRegression(epsilon=1.0, scaling=PublicScaling(limit=2.0))
     """
 
     center: bool = True

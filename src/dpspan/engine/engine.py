@@ -33,38 +33,6 @@ class PrivacyEngine:
     sampling; the certificate then says that the run is not private. Where torch.distributed knows
     several processes, they train one model together, or those of the group `processes` do.
     `secure_mode` is Opacus' and refused when set.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> import dpspan
-        >>> records = TensorDataset(torch.randn(200, 4), torch.randint(2, (200,)))
-        >>> model, criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
-        >>> engine = dpspan.PrivacyEngine()
-        >>> model, optimizer, loader = engine.make_private_with_epsilon(
-        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        ...     data_loader=DataLoader(records, batch_size=20), criterion=criterion,
-        ...     target_epsilon=3.0, target_delta=1e-4, epochs=2)
-        >>> print(engine.plan)  # doctest: +ELLIPSIS
-        model       Linear, 10 trainable parameters
-        method      DPSGD(clip=1.0, clipping=FlatClipping())
-        sampling    PoissonDraw(sample_rate=0.1, steps_per_epoch=10), divided by L = 20
-        event       PoissonSampledDpEvent(...); 10 to an epoch, 2 epochs
-        noise       z = 0.979...
-        expected ε  3 at δ = 0.0001 for 2 epochs
-        public      nothing
-        >>> for _ in range(2):
-        ...     for x, y in loader:
-        ...         optimizer.zero_grad()
-        ...         criterion(model(x), y).backward()
-        ...         optimizer.step()
-        >>> engine.ledger.steps
-        20
-        >>> 2.999 < engine.get_epsilon() <= 3.0
-        True
-        >>> engine.certificate()["private"]
-        True
     """
 
     def __init__(

@@ -210,17 +210,6 @@ class PrivateLoader:
 
     While it is iterated, Python, numpy and torch draw from OS entropy, in workers too: dropout and
     augmentation by a known seed would void the guarantee (see `randomness`).
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> model, records = torch.nn.Linear(4, 2), torch.randn(1000, 4)
-        >>> *_, loader = dpspan.PrivacyEngine().make_private(
-        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        ...     data_loader=torch.utils.data.DataLoader(records, batch_size=50),
-        ...     noise_multiplier=2.0)
-        >>> loader.draw  # sizes of batches are random, 50 on average
-        PoissonDraw(sample_rate=0.05, steps_per_epoch=20)
     """
 
     batch_size: None = None  # the size of a private batch is random
@@ -389,26 +378,6 @@ class BatchMemoryManager:
     """Limits the physical batch size inside a `with` block; Opacus users know the name.
 
     `optimizer` is accepted since they pass it, and unused: `on_piece` tells the engine.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> import dpspan
-        >>> records = TensorDataset(torch.randn(1000, 4), torch.randint(2, (1000,)))
-        >>> model, engine = nn.Linear(4, 2), dpspan.PrivacyEngine()
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> *_, loader = engine.make_private(
-        ...     module=model, optimizer=optimizer, data_loader=DataLoader(records, batch_size=200),
-        ...     noise_multiplier=2.0)
-        >>> small = dpspan.BatchMemoryManager(data_loader=loader, max_physical_batch_size=32)
-        >>> with small as pieces:
-        ...     for x, y in pieces:
-        ...         optimizer.zero_grad()
-        ...         nn.functional.cross_entropy(model(x), y).backward()
-        ...         optimizer.step()  # of the last piece of a batch: one release
-        >>> engine.ledger.steps
-        5
     """
 
     def __init__(

@@ -59,10 +59,6 @@ class Privacy:
             that. Otherwise it is logged nowhere.
         criterion: the loss of public samples, for methods that use their gradients.
         accountant: "pld" or "rdp".
-
-    Examples:
-        >>> from dpspan.frameworks.private_fit import Privacy
-        >>> privacy = Privacy(epsilon=8.0, delta=1e-5, eval_is_public=True)
     """
 
     epsilon: float

@@ -80,19 +80,7 @@ class _Batch:
 
 
 class Capture:
-    """Attached to a model; `expect(n)` arms it for one batch, `collect()` returns its gradients.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Linear(2, 1, bias=False)
-        >>> with dpspan.Capture(model) as capture:
-        ...     capture.expect(2)
-        ...     model(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).sum().backward()
-        ...     capture.collect().norms().tolist()
-        [5.0, 2.0]
-    """
+    """Attached to a model; `expect(n)` arms it for one batch, `collect()` returns its gradients."""
 
     def __init__(self, model: nn.Module, processes: Processes | None = None) -> None:
         """`processes` are those that a sharded model is spread over."""

@@ -59,22 +59,7 @@ class Pack(NamedTuple):
 
 
 class PerSampleGradients:
-    """J: one gradient per sample over named parameters. Parameters that took no part are zero.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Linear(2, 1, bias=False)
-        >>> x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-        >>> J = dpspan.per_sample_gradients(model, lambda m, x: m(x).squeeze(1), x)
-        >>> J.norms().tolist()
-        [5.0, 2.0]
-        >>> J.gram(J).tolist()
-        [[25.0, 8.0], [8.0, 4.0]]
-        >>> J.combine(torch.tensor([1.0, 10.0]))
-        {'weight': tensor([[ 3., 24.]])}
-    """
+    """J: one gradient per sample over named parameters. Parameters that took no part are zero."""
 
     def __init__(
         self,

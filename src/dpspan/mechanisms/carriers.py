@@ -48,11 +48,6 @@ class History:
     A warm-up of None never ends.
 
     Found by one power pass (the paper's Algorithm 2): two products, and no SVD.
-
-    Examples:
-        >>> import dpspan
-        >>> from dpspan.mechanisms.carriers import History
-        >>> method = dpspan.RGP(rank=8, clip=1.0, carriers=History(warmup=10))
     """
 
     warmup: int | None = 1

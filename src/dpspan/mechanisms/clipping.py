@@ -21,14 +21,7 @@ class ClippingRule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FlatClipping:
-    """min(1, C/‖g‖): short gradients stay, long ones end on the sphere of radius C.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> dpspan.FlatClipping().factor(torch.tensor([0.5, 4.0]), 1.0)
-        tensor([1.0000, 0.2500])
-    """
+    """min(1, C/‖g‖): short gradients stay, long ones end on the sphere of radius C."""
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
         return (clip / norm).clamp(max=1.0)
@@ -36,15 +29,7 @@ class FlatClipping:
 
 @dataclass(frozen=True, kw_only=True)
 class AutomaticClipping:
-    """C/(‖g‖ + γ): every gradient is normalised (Bu et al. 2023), so C needs no tuning.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> method = dpspan.DPSGD(clip=1.0, clipping=dpspan.AutomaticClipping())
-        >>> dpspan.AutomaticClipping(stability=0.1).factor(torch.tensor([0.4, 1.9]), 1.0)
-        tensor([2.0000, 0.5000])
-    """
+    """C/(‖g‖ + γ): every gradient is normalised (Bu et al. 2023), so C needs no tuning."""
 
     stability: float = 0.01
 
@@ -63,12 +48,6 @@ class AdaptiveClipping:
     exp(−rate·(b − quantile)), b the share of records below it, which is released with noise beside
     the gradient, within the same price: `share` of each step's 1/z² is spent on it, so that the
     noise on the gradient is larger by 1/√(1 − share). For `DPSGD` and `MirrorDescent`.
-
-    Examples:
-        >>> import dpspan
-        >>> method = dpspan.DPSGD(clip=1.0, clipping=dpspan.AdaptiveClipping(quantile=0.3))
-        >>> method.describe()["clipping"]
-        'AdaptiveClipping(quantile=0.3, rate=0.2, share=0.01)'
     """
 
     quantile: float = 0.5

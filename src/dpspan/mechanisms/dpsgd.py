@@ -20,11 +20,6 @@ class DPSGD(Method):
 
     `clip` is C; left out, it is the engine's `max_grad_norm`, or 1. `clipping` chooses the factors
     (`FlatClipping()`, `AutomaticClipping()` or your own), or moves C (`AdaptiveClipping()`).
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.DPSGD(clip=1.0).describe()
-        {'method': 'DPSGD', 'clip': 1.0, 'clipping': 'FlatClipping()'}
     """
 
     adapts: ClassVar[bool] = True

@@ -27,15 +27,6 @@ class GEP(SubspaceMethod):
     """GEP: embedding and residual, each with its own clip, and equal shares of the noise.
 
     `residual_clip` is S2; a fifth of `clip` if left out, as in the paper.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images = torch.randn(100, 64)  # public, without labels
-        >>> method = dpspan.GEP(public=images, rank=50, clip=1.0, residual_clip=0.2)
-        >>> dpspan.GEP(public=images, rank=0)
-        Traceback (most recent call last):
-        ValueError: Expected rank to be an integer of at least 1, got 0.
     """
 
     positive = ("clip", "residual_clip")
@@ -81,13 +72,7 @@ class GEPMechanism(SubspaceMechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class BiasedGEP(SubspaceMethod):
-    """GEP without the residual (B-GEP): less noise, but what lies outside is lost.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> method = dpspan.BiasedGEP(public=torch.randn(100, 64), rank=50, clip=1.0)
-    """
+    """GEP without the residual (B-GEP): less noise, but what lies outside is lost."""
 
     def bind(self, setting: Setting) -> SubspaceMechanism:
         return BiasedGEPMechanism(self, setting)

@@ -44,17 +44,6 @@ def unprivate_low_rank(
     weights' `grad` is left alone. With `first`, the weights at the beginning of training by name
     (a copy of `state_dict()` will do), also what carriers from the history would miss. `layers`
     chooses weights as for `RGP`; `seed` is of the numbers that the power method starts from.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from dpspan.mechanisms.low_rank import unprivate_low_rank
-        >>> def loss(model, x, y):
-        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
-        >>> public = torch.randn(50, 8), torch.arange(50) % 8
-        >>> found = unprivate_low_rank(nn.Linear(8, 8), loss, *public, rank=2)
-        >>> list(found), 1 <= found["weight"].stable_rank <= 8
-        (['weight'], True)
     """
     check_count("rank", rank)
     weights = carried_weights(model, rank, layers)

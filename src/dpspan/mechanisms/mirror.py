@@ -40,13 +40,7 @@ class Mixing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantMixing:
-    """The same α at every step.
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.ConstantMixing(share=0.7).alpha(step=5)
-        0.7
-    """
+    """The same α at every step."""
 
     share: float
 
@@ -63,12 +57,6 @@ class CosineMixing:
     """The paper's schedule cos(πt/2K): the private gradient first, the public one at the end.
 
     `steps` is K. From step K on α is 0: take more than the steps you will train for.
-
-    Examples:
-        >>> import dpspan
-        >>> mixing = dpspan.CosineMixing(steps=100)
-        >>> [round(mixing.alpha(step), 2) for step in (0, 50, 100)]
-        [1.0, 0.71, 0.0]
     """
 
     steps: int
@@ -97,14 +85,6 @@ class MirrorDescent(Method):
         clipping: the rule for clip factors.
         diagnose: note norms and cosine of the two gradients every so many steps; 0: never.
         seed: of what is random about public samples (which of them, dropout); not a secret.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
-        >>> method = dpspan.MirrorDescent(
-        ...     public=(images, labels), mixing=dpspan.CosineMixing(steps=1000), clip=1.0
-        ... )
     """
 
     counts = {"public_samples": 1, "diagnose": 0, "seed": 0}  # noqa: RUF012

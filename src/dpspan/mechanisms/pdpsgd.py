@@ -25,12 +25,6 @@ class PDPSGD(SubspaceMethod):
     """Projected DP-SGD; plain DP-SGD before step `start` or epoch `start_epoch`.
 
     `PDPSGD(subspace=RandomSubspace(rank=800))` is the paper's RPDP-SGD.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
-        >>> method = dpspan.PDPSGD(public=(images, labels), rank=50, clip=1.0, public_labels="real")
     """
 
     counts = {**SubspaceMethod.counts, "start": 0, "start_epoch": 0}  # noqa: RUF012

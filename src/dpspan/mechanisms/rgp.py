@@ -70,11 +70,6 @@ class RGP(Method):
             the scale, for the noise too.
         clipping: the rule for clip factors.
         seed: of the random numbers that carriers start from; not a secret.
-
-    Examples:
-        >>> import dpspan
-        >>> method = dpspan.RGP(rank=8, clip=1.0)
-        >>> control = dpspan.RGP(rank=8, clip=1.0, carriers="random")
     """
 
     counts = {"rank": 1, "seed": 0}  # noqa: RUF012

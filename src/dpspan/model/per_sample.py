@@ -32,17 +32,6 @@ def per_sample_gradients(
     it off where the same model and loss have passed before. Without it a model whose layers do not
     have the batch in front (or that mixes samples) gives wrong rows where another dimension happens
     to be as long as the batch.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> def loss(model, x, y):
-        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
-        >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
-        >>> J = dpspan.per_sample_gradients(nn.Linear(4, 2), loss, x, y)
-        >>> J.samples, J.norms().shape
-        (5, torch.Size([5]))
     """
     tensors = isolation.tensors_of((batch, {}))
     sizes = {len(x) for x in tensors.values()}

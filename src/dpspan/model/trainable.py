@@ -29,14 +29,6 @@ def train_only(model: Model, trainable: Trainable) -> Model:
     """Freeze everything but this set, in place; the model with what the set adds to it.
 
     Build the optimizer afterwards: adapters are new parameters.
-
-    Examples:
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> model = dpspan.train_only(model, dpspan.LastLayers(1))
-        >>> [p.requires_grad for p in model.parameters()]
-        [False, False, True, True]
     """
     if isinstance(trainable, LoRA):
         trainable.adapt(model)
@@ -62,13 +54,6 @@ class LastLayers:
 
     A layer is an innermost module with parameters, norm layers too. Parameters that a larger module
     holds beside its layers (a class token) belong to none: `Named` takes them.
-
-    Examples:
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> sorted(dpspan.LastLayers(1).names(model))
-        ['2.bias', '2.weight']
     """
 
     count: int = 1
@@ -90,13 +75,6 @@ class FirstAndLast:
     """The first layer, which meets the new inputs, and the last, which meets the new labels.
 
     The first layer of a language model is its embedding, most of its parameters.
-
-    Examples:
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> sorted(dpspan.FirstAndLast().names(model))
-        ['0.bias', '0.weight', '2.bias', '2.weight']
     """
 
     def names(self, model: nn.Module) -> set[str]:
@@ -106,15 +84,7 @@ class FirstAndLast:
 
 @dataclass(frozen=True)
 class Named:
-    """The modules and parameters of these names, `Named(("fc", "layer3.0.conv1.weight"))`.
-
-    Examples:
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> sorted(dpspan.Named(("0.weight", "2")).names(model))
-        ['0.weight', '2.bias', '2.weight']
-    """
+    """The modules and parameters of these names, `Named(("fc", "layer3.0.conv1.weight"))`."""
 
     paths: tuple[str, ...]
 
@@ -130,13 +100,6 @@ class BiasOnly:
     """Every bias (BitFit, Ben Zaken et al. 2022), and in full the modules named in `also`.
 
     A head for new classes belongs into `also`: its biases alone cannot tell inputs apart.
-
-    Examples:
-        >>> from torch import nn
-        >>> import dpspan
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> sorted(dpspan.BiasOnly(also=("2",)).names(model))
-        ['0.bias', '2.bias', '2.weight']
     """
 
     also: tuple[str, ...] = ()
@@ -165,10 +128,6 @@ class LoRA:
         targets: the layers that get one (Linear or Conv2d), by their paths or the ends of these,
             `("query", "value")`; by default every Linear outside of `also`.
         also: modules that are trained in full, the head for example.
-
-    Examples:
-        >>> import dpspan
-        >>> adapters = dpspan.LoRA(rank=8, targets=("query", "value"), also=("classifier",))
     """
 
     rank: int = 8

@@ -22,16 +22,7 @@ _FIX = "dpspan.fix(model) (in a configuration `fix: true` below `model`)"
 
 
 def validate(model: nn.Module) -> None:
-    """Raise `UnsupportedModule` naming every module that private training must refuse.
-
-    Examples:
-        >>> import dpspan
-        >>> from torch import nn
-        >>> dpspan.validate(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
-        >>> dpspan.validate(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
-        Traceback (most recent call last):
-        dpspan.support.errors.UnsupportedModule: ...
-    """
+    """Raise `UnsupportedModule` naming every module that private training must refuse."""
     problems = [
         f"{path or 'the model itself'} ({type(module).__name__}): {problem}"
         for path, module in model.named_modules()
@@ -101,12 +92,6 @@ def fix(model: nn.Module) -> nn.Module:
     BatchNorm becomes GroupNorm (with the affine weights it had), InstanceNorm loses its running
     statistics, Opacus' recurrent layers become torch's of the same parameters, which need no
     replacement. Each replacement is logged.
-
-    Examples:
-        >>> import dpspan
-        >>> from torch import nn
-        >>> type(dpspan.fix(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))[1]).__name__
-        'GroupNorm'
     """
     model = copy.deepcopy(model)
     made: dict[nn.Module, nn.Module] = {}  # a module used in two places stays one module

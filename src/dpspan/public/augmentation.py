@@ -23,13 +23,6 @@ class RandomAffine:
         scale: 0.1 makes images up to a tenth larger or smaller.
         shear: along the rows, as a share of their length.
         mirror: left to right, with probability 1/2.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images = torch.rand(8, 1, 28, 28)
-        >>> dpspan.RandomAffine(degrees=10)(images).shape
-        torch.Size([8, 1, 28, 28])
     """
 
     degrees: float = 12.0

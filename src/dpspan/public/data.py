@@ -144,16 +144,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class PublicData(Samples):
-    """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
-        >>> data = dpspan.PublicData.of((images, labels), name="scans")
-        >>> data.name, data.count, data.labelled
-        ('scans', 100, True)
-    """
+    """Samples that anybody may see, held in memory on the CPU; made by `PublicData.of`."""
 
     what: ClassVar[str] = "public data"
 

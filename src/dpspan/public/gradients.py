@@ -48,14 +48,7 @@ PieceLosses = Callable[[nn.Module, Piece, int], Tensor]  # one per sample
 
 @dataclass(frozen=True)
 class RealLabels:
-    """The labels that the public data come with.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> public = torch.randn(100, 64), torch.randint(10, (100,))
-        >>> method = dpspan.GEP(public=public, rank=10, public_labels=dpspan.RealLabels())
-    """
+    """The labels that the public data come with."""
 
     def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
         check = cache(partial(_check_classes, data, criterion=criterion))
@@ -72,12 +65,6 @@ class RandomLabels:
     """Labels that are drawn once and kept, or drawn anew at every refresh of the subspace.
 
     The samples need no labels then: GEP's setting. The seed is no secret, as the data are public.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> labels = dpspan.RandomLabels(redraw=True)
-        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, public_labels=labels)
     """
 
     redraw: bool = False

@@ -124,14 +124,6 @@ def without_public(
         public: anything that `PublicData.of` reads.
         collate_fn: makes a batch of several records.
         num_workers: processes that read the records, as of a DataLoader.
-
-    Examples:
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> import dpspan
-        >>> records = TensorDataset(torch.arange(10.0)[:, None])
-        >>> len(dpspan.without_public(records, torch.tensor([[3.0], [4.0]])))
-        8
     """
     check_map_style(private, "The private dataset")
     if encodings(private):

@@ -51,16 +51,6 @@ class PatchFeatures(nn.Module):
 
     It has no parameters. Put it before a linear layer, and train that one privately;
     `make_private` keeps the public images apart from private ones.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> public = torch.rand(50, 3, 16, 16)
-        >>> features = dpspan.PatchFeatures.learn(public, filters=8, directions=20)
-        >>> model = nn.Sequential(features, nn.Linear(20, 10))
-        >>> model(torch.rand(4, 3, 16, 16)).shape
-        torch.Size([4, 10])
     """
 
     def __init__(
@@ -233,15 +223,6 @@ def encode(
         dataset: pairs of an image and a label, not augmented at random.
         collate_fn: makes a batch of several pairs.
         progress: show a bar, in a terminal.
-
-    Examples:
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> import dpspan
-        >>> features = dpspan.PatchFeatures.learn(torch.rand(50, 3, 16, 16), filters=9)
-        >>> private = TensorDataset(torch.rand(20, 3, 16, 16), torch.arange(20))
-        >>> len(dpspan.encode(features, private, progress=False))
-        20
     """
     check_map_style(dataset, "The dataset to encode")
     public = layer.public
@@ -265,13 +246,6 @@ def encode_public(layer: PatchFeatures, public: object) -> PublicData:
     """Public data as the layer sees them, for a method or a warm start behind `encode`.
 
     They keep name, digest and fingerprints of the samples, for certificate and search for copies.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> images = torch.rand(50, 3, 16, 16)
-        >>> features = dpspan.PatchFeatures.learn(images, filters=9, directions=20)
-        >>> method = dpspan.GEP(public=dpspan.encode_public(features, images), rank=10)
     """
     data = PublicData.of(public)
     pieces = data.pieces(_ENCODED_AT_ONCE)

@@ -47,14 +47,6 @@ class WarmStart:
         augment: changes the inputs of each minibatch at random (`RandomAffine()`, for images), not
             those of the held-out samples. Give it more epochs.
         seed: for the split, the order of the samples, augmentation and the model's dropout.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> images, labels = torch.randn(40, 4), torch.arange(40) % 2
-        >>> start = dpspan.WarmStart(data=(images, labels), max_epochs=3)
-        >>> result = start.run(nn.Linear(4, 2), nn.CrossEntropyLoss())  # make_private does this
     """
 
     data: object = field(repr=False)
@@ -171,16 +163,6 @@ class SecondPhase(WarmStart):
     Args:
         trainable: `LastLayers(2)`, `FirstAndLast()`, `Named(("fc",))`, `BiasOnly()`, `LoRA(rank=8)`
             or your own.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> public = torch.randn(40, 4), torch.arange(40) % 2
-        >>> phase = dpspan.SecondPhase(data=public, trainable=dpspan.LastLayers(1))
-        >>> model = phase.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-        >>> [name for name, p in model.named_parameters() if p.requires_grad]
-        ['2.weight', '2.bias']
     """
 
     trainable: Trainable

@@ -39,13 +39,7 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Eigh:
-    """The eigendecomposition of K in float64: exact, and fast up to a few hundred gradients.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=dpspan.Eigh())
-    """
+    """The eigendecomposition of K in float64: exact, and fast up to a few hundred gradients."""
 
     def __call__(
         self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None = None
@@ -59,11 +53,6 @@ class Lanczos:
     """Implicitly restarted Lanczos, as PDP-SGD uses: for few directions among many gradients.
 
     10 of 2,000 take 54 ms and 50 take 127 on two CPU cores, `Eigh` 0.8 s (`benchmarks.solvers`).
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=dpspan.Lanczos())
     """
 
     def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
@@ -90,12 +79,6 @@ class PowerIteration:
     B ← orthonormalise(B Hᵀ H), which in coefficients is C ← C K. The first call takes the
     eigendecomposition. Made of products and small Cholesky factors, a step on a GPU waits for
     nothing; directions beyond the rank of K shrink to zero.
-
-    Examples:
-        >>> import torch
-        >>> import dpspan
-        >>> solver = dpspan.PowerIteration(iterations=2)
-        >>> method = dpspan.GEP(public=torch.randn(100, 64), rank=10, solver=solver)
     """
 
     iterations: int = 1

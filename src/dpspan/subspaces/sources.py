@@ -158,11 +158,6 @@ class RandomSubspace:
 
     The papers' control experiment: random directions hold little of the gradients. `redraw` takes
     new ones at every refresh of the method.
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.PDPSGD(subspace=dpspan.RandomSubspace(rank=800), clip=1.0).describe()["rank"]
-        800
     """
 
     rank: int
@@ -243,13 +238,7 @@ def _basis_bytes(like: Tensor) -> int:
 
 
 def by_stage(name: str) -> str:
-    """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`.
-
-    Examples:
-        >>> import dpspan
-        >>> dpspan.by_stage("layer3.0.conv1.weight")
-        'layer3'
-    """
+    """Groups by the model's top-level modules: `GEP(groups=dpspan.by_stage)`."""
     return name.split(".")[0]
 
 

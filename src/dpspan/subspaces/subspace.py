@@ -25,23 +25,7 @@ from dpspan.support.checks import check_count, expect
 
 @dataclass(eq=False, repr=False)
 class Subspace:
-    """The span of B = C H.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> import dpspan
-        >>> def loss(model, x, y):
-        ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
-        >>> model, x, y = nn.Linear(4, 3), torch.randn(20, 4), torch.arange(20) % 3
-        >>> H = dpspan.per_sample_gradients(model, loss, x[:10], y[:10])
-        >>> J = dpspan.per_sample_gradients(model, loss, x[10:], y[10:])
-        >>> V = dpspan.Subspace.from_gradients(H, rank=5)
-        >>> V.embed(J).shape
-        torch.Size([10, 5])
-        >>> V.lift(torch.ones(5))["weight"].shape
-        torch.Size([3, 4])
-    """
+    """The span of B = C H."""
 
     gradients: PerSampleGradients  # H
     coefficients: Tensor  # C (k, m) float64

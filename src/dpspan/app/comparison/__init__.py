@@ -68,25 +68,6 @@ def compare(
         console: where the progress bar goes; none without one.
         executor: where they run, if not in processes on this machine: `OnRay()` of
             `dpspan.app.run.on_ray`.
-
-    Examples:
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> import dpspan
-        >>> x, y = torch.randn(300, 4), torch.arange(300) % 2
-        >>> task = dpspan.Task(
-        ...     model=lambda: torch.nn.Linear(4, 2),
-        ...     private=TensorDataset(x[:200], y[:200]),
-        ...     test=TensorDataset(x[200:], y[200:]),
-        ...     batch_size=50,
-        ...     epochs=2,
-        ...     budget=dpspan.Budget(epsilon=3.0, delta=1e-4),
-        ... )
-        >>> method = dpspan.DPSGD(clip=1.0)
-        >>> contenders = [dpspan.Contender(name="DP-SGD", method=method, learning_rate=0.5)]
-        >>> comparison = dpspan.compare(task, contenders, out="comparison", seeds=(0,))
-        >>> [row.name for row in comparison.rows]
-        ['DP-SGD']
     """
     refuse_several_processes()
     expect(len(set(seeds)) == len(seeds) > 0, "at least 1 seed, none of them twice", seeds)

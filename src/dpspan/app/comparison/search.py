@@ -37,12 +37,6 @@ class Search:
         share: of the epochs.
         finalists: the best of these rates, which are then trained in full; 1 for none.
         seeds: of each of them.
-
-    Examples:
-        >>> import dpspan
-        >>> search = dpspan.Search(tries=5)  # for dpspan.compare(..., search=search)
-        >>> [each.rate for each in search.wanted([0.1, 0.3, 0.9], known={}.get)]
-        [0.1, 0.3, 0.9]
     """
 
     tries: int = 7

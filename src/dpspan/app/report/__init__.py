@@ -27,15 +27,6 @@ def render(folders: Sequence[str | Path], out: str | Path, include_unprivate: bo
     One file that loads nothing from anywhere. Numbers computed from private records without noise
     (`unprivate_…`) are left out unless asked for; then the page says at its top that it must not be
     published.
-
-    Examples:
-        >>> import dpspan
-        >>> from dpspan.accounting.certificate import certificate
-        >>> from dpspan.app.report import render
-        >>> document = certificate(dpspan.Ledger(), delta=1e-5, training={"method": "mine"})
-        >>> _ = dpspan.write_certificate("runs/first/certificate.json", document)
-        >>> render(["runs/first"], "report.html").name
-        'report.html'
     """
     found = read([Path(folder) for folder in folders], include_unprivate=include_unprivate)
     environment = Environment(
