@@ -23,6 +23,7 @@ from dpspan.app.demo import (
     DELTA,
     EPOCHS,
     EPSILON,
+    LARGE_EPSILON,
     OPT_IN,
     RENDERED,
     TEST,
@@ -33,15 +34,22 @@ from dpspan.app.demo import (
 )
 from dpspan.public.data import PublicData
 
-GRID = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+GRID = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 def tune(
-    console: Console, *, records: int, jobs: int, folds: int = 4, epochs: int = EPOCHS
+    console: Console,
+    *,
+    records: int,
+    jobs: int,
+    epsilon: float = EPSILON,
+    folds: int = 4,
+    epochs: int = EPOCHS,
 ) -> Advice:
     """Try each learning rate where it costs nothing."""
     seen = data.rendered(RENDERED, seed=1, families=data.ITALIC)
-    unlabelled = data.rendered(OPT_IN, seed=2, families=data.OTHERS)[0]
+    scans = data.rendered(OPT_IN, seed=2, families=data.OTHERS)[0]
+    unlabelled = PublicData.of(scans, name="other digits")
     # A quarter is kept to measure on.
     play = data.rendered(round(records / 0.74), seed=3, families=data.OTHERS)
     public = PublicData.of(seen, name="italic digits")
@@ -52,13 +60,13 @@ def tune(
         test=nothing,
         batch_size=BATCH,
         epochs=epochs,
-        budget=Budget(epsilon=EPSILON, delta=DELTA),
+        budget=Budget(epsilon=epsilon, delta=DELTA),
         public=public,
         warm_start=dataclasses.replace(WARM, data=public),
     )
     advice = advise(
         task,
-        contenders(public=unlabelled, start=task.start, paid=None),
+        contenders(epsilon=epsilon, public=unlabelled, start=task.start, paid=None),
         records=records,
         stand_in=play,
         rates=GRID,
@@ -72,4 +80,5 @@ def tune(
 
 if __name__ == "__main__":
     private = data.handwritten(opt_in=OPT_IN, test=TEST).private
-    tune(Console(), records=len(private), jobs=min(2, os.cpu_count() or 1))
+    for epsilon in (EPSILON, LARGE_EPSILON):
+        tune(Console(), records=len(private), jobs=min(2, os.cpu_count() or 1), epsilon=epsilon)

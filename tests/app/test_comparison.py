@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
@@ -59,6 +60,21 @@ def network() -> nn.Module:
 
 def deep_network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+class _Scale(nn.Module):
+    """A frozen layer."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.tensor(factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def _scaled_network(factor: float) -> nn.Module:
+    return nn.Sequential(_Scale(factor), nn.Linear(4, 2))
 
 
 def task_of(**changes: Any) -> Task:
@@ -401,6 +417,29 @@ class TestRuns:
         faster = Contender(name="DP-SGD", method=DPSGD(clip=1.0), learning_rate=0.7)
         with pytest.raises(ValueError, match=r"learning_rate is 0.5 there, 0.7 here"):
             compare(task, [faster], out=tmp_path, seeds=(0,))
+
+    def test_a_model_of_its_own(self, tmp_path: Path) -> None:
+        def scaled(factor: float) -> Contender:
+            return Contender(
+                name="frozen scale + DP-SGD",
+                method=DPSGD(clip=1.0),
+                learning_rate=0.5,
+                model=functools.partial(_scaled_network, factor),
+            )
+
+        task = task_of()
+        made = compare(task, [PLAIN, scaled(2.0)], out=tmp_path, seeds=(0,))
+        names = [r.name for r in made.rows]
+        assert names == ["public only", "warm start + DP-SGD", "DP-SGD", "frozen scale + DP-SGD"]
+        assert [r.own_model for r in made.rows] == [False, False, False, True]
+        weights = load_file(tmp_path / "frozen-scale-dp-sgd" / "seed-0" / "model.safetensors")
+        assert weights["0.scale"].item() == 2.0
+        # It is no plain DP-SGD: that is still compared with it, and asked for.
+        assert any("the best other row against DP-SGD: “frozen" in s for s in verdicts(made))
+        with pytest.raises(ValueError, match="Expected DP-SGD among the contenders"):
+            compare(task, [scaled(2.0)], out=tmp_path / "alone")
+        with pytest.raises(ValueError, match=r"frozen is '?\w+'? there"):
+            compare(task, [PLAIN, scaled(3.0)], out=tmp_path, seeds=(0,))
 
     def test_names_that_share_a_folder_are_refused(self, tmp_path: Path) -> None:
         twin = Contender(name="DP SGD", method=DPSGD(clip=2.0), learning_rate=0.5)
@@ -780,7 +819,7 @@ class TestVerdicts:
                 _row("warm start + GEP", self.LOW, warm=True, method="GEP"),
             )
         )
-        assert "From scratch, the best other method against DP-SGD: “GEP” beats “DP-SGD”" in said[0]
+        assert "From scratch, the best other row against DP-SGD: “GEP” beats “DP-SGD”" in said[0]
         assert "“warm start + GEP” is behind “warm start + DP-SGD” by 30.0 points" in said[1]
         assert "“warm start + DP-SGD” beats “DP-SGD” by 30.0 points" in said[2]
 

@@ -210,6 +210,7 @@ def _collected(
             method=None if method is None else str(method.describe()["method"]),
             learning_rate=contender.learning_rate,
             results=tuple(results),
+            own_model=contender.model is not None,
             tries=searched[contender.name].tries if contender.name in searched else (),
         )
         rows.append(row)

@@ -49,6 +49,7 @@ class Row:
     method: str | None
     learning_rate: float | None
     results: tuple[Result, ...]
+    own_model: bool = False  # instead of the task's
     tries: tuple[Tried, ...] = ()  # of the search for its learning rate
 
     @property
@@ -193,13 +194,14 @@ def chance(test: Callable[..., Any], a: Sequence[float], b: Sequence[float], **h
 
 def difference(first: Row, second: Row, *, picked_from: int = 1) -> tuple[bool, str]:
     """The first row, the best of so many, against the second: can the seeds tell, and in words."""
-    points = 100 * (first.mean - second.mean)
+    points = round(100 * first.mean, 1) - round(100 * second.mean, 1)  # as tables show them
     p = chance(stats.ttest_ind, first.values, second.values, equal_var=False)
     one, other, apart = f"“{first.name}”", f"“{second.name}”", f"{abs(points):.1f} points"
     if p < LEVEL / picked_from:
         return True, f"{one} {'beats' if points > 0 else 'is behind'} {other} by {apart}."
-    text = f"{one} and {other} are {apart} apart, which so few seeds cannot tell from chance."
-    return False, text
+    where = "ahead of" if points > 0 else "behind" if points < 0 else "level with"
+    by = f" by {apart}, which so few seeds cannot tell from chance" if points else ""
+    return False, f"{one} is {where} {other}{by}."
 
 
 def verdicts(comparison: Comparison) -> list[str]:
@@ -214,13 +216,14 @@ def verdicts(comparison: Comparison) -> list[str]:
         certain, text = difference(best, alone, picked_from=len(private))
         worth = "" if certain and best.mean > alone.mean else "not shown to be "
         sentences.append(f"Private training is {worth}worth its ε here. {text}")
-    plain = {row.warm: row for row in reversed(private) if row.method == "DPSGD"}
+    simple = [row for row in private if row.method == "DPSGD" and not row.own_model]
+    plain = {row.warm: row for row in reversed(simple)}
     for warm, start in ((False, "From scratch"), (True, "After a warm start")):
-        others = [row for row in private if row.warm == warm and row.method != "DPSGD"]
+        others = [row for row in private if row.warm == warm and row not in simple]
         if warm in plain and others:
             top = max(others, key=lambda row: row.mean)
             _, text = difference(top, plain[warm], picked_from=len(others))
-            sentences.append(f"{start}, the best other method against DP-SGD: {text}")
+            sentences.append(f"{start}, the best other row against DP-SGD: {text}")
     if len(plain) == 2:
         _, text = difference(plain[True], plain[False])
         sentences.append(f"What public labels give for nothing: {text}")

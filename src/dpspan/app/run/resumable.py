@@ -193,7 +193,7 @@ class Run:
         data = PublicData.of(start.data)
         refuse_overlap(DataLoader(task.private), [data], task.units)  # or it is not free
         ledger.protect(task.protects)
-        model = self.training.model = task.new_model(self.seed)
+        model = self.training.model = task.new_model(self.seed, self.contender.model)
         self._note_unprivate()
         lines = [self._measured()]
         start = dataclasses.replace(start, data=data, seed=self.seed)

@@ -151,10 +151,10 @@ class Task:
     def metric(self, name: str) -> str:
         return f"test_{name}" if self.test_is_public else f"unprivate_test_{name}"
 
-    def new_model(self, seed: int) -> nn.Module:
+    def new_model(self, seed: int, make: Callable[[], nn.Module] | None = None) -> nn.Module:
         torch.empty(0, device=self.device)  # a GPU's generator is seeded once the GPU is in use
         with seeded(seed):
-            return self.model().to(self.device)
+            return (make or self.model)().to(self.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,6 +170,8 @@ class Contender:
             `functools.partial(torch.optim.AdamW, weight_decay=0.1)`.
         schedule: schedule(step, steps) is what the learning rate is multiplied by at a step.
         warm_start: training on labelled public data before the first private step.
+        model: makes a model of its own in place of the task's, such as a linear layer on frozen
+            `PatchFeatures`.
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
             of public data); each run's ε includes it. Contenders that share one such release get
             the same record.
@@ -182,6 +184,7 @@ class Contender:
     optimizer: Callable[..., Optimizer] | None = None
     schedule: Callable[[int, int], float] | None = None
     warm_start: WarmStart | None = None
+    model: Callable[[], nn.Module] | None = None
     paid: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -228,9 +231,21 @@ class Contender:
             "public": None if public is None else PublicData.of(public).digest,
             "learning_rate": self.learning_rate,
             **self.describe_steps(),
+            **self._describe_model(),
             "warm_start": warm,
             "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
         }
+
+    def _describe_model(self) -> dict[str, Any]:
+        """What it is made of, and what is frozen in it; nothing where the model is the task's."""
+        if self.model is None:
+            return {}
+        with seeded(0):
+            made = self.model()
+        frozen = hashlib.sha256()
+        for name, numbers in sorted(made.named_buffers()):
+            frozen.update(name.encode() + numbers.cpu().contiguous().numpy().tobytes())
+        return {"model": str(made), "frozen": frozen.hexdigest()}
 
     def describe_steps(self) -> dict[str, Any]:
         """Optimizer and schedule, known by what they do: two lambdas have the same name."""
@@ -260,7 +275,7 @@ def with_baselines(task: Task, contenders: Sequence[Contender]) -> tuple[Contend
     names = [contender.name for contender in contenders]
     repeated = sorted({name for name in names if names.count(name) > 1})
     expect(not repeated, "every contender to have a name of its own", ", ".join(repeated))
-    plain = [c for c in contenders if isinstance(c.method, DPSGD)]
+    plain = [c for c in contenders if isinstance(c.method, DPSGD) and c.model is None]
     if not plain:
         raise ValueError(
             "Expected DP-SGD among the contenders: without it nobody could tell what the others "
@@ -321,7 +336,7 @@ class Training:
             z = calibrated(budget, ledger.events, rate, self.steps, task.accountant)
             ledger.budget = budget
             ledger.reserve(step_event(z, rate), self.steps)
-        self.model = task.new_model(self.seed)
+        self.model = task.new_model(self.seed, contender.model)
         self.engine = PrivacyEngine(ledger=ledger)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         _, self.optimizer, self.loader = self.engine.make_private(
@@ -418,7 +433,7 @@ def rehearse(
 ) -> float:
     """The accuracy of a run that nobody counts, with this noise multiplier; NaN if it diverged."""
     if contender.method is None:
-        model, start = task.new_model(seed), contender.seeded_start(seed)
+        model, start = task.new_model(seed, contender.model), contender.seeded_start(seed)
         assert start is not None
         start.run(model, task.criterion)
         return accuracy_and_loss(task, model)[0]
