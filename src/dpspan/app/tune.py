@@ -35,7 +35,7 @@ from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.accounting.questions import private_metric
-from dpspan.app.config import BudgetSection, Config, load_config
+from dpspan.app.config import Config, load_config
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.from_config import (
     chosen_public,
@@ -144,7 +144,8 @@ def _by_renyi(config: Config, epsilon: float | None) -> Config:
     epsilon = config.budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)
     if epsilon is None:
         raise ValueError("Expected budget.epsilon, or epsilon= (--epsilon): what it may all cost.")
-    budget = BudgetSection(epsilon=epsilon, delta=config.budget.delta, accountant="rdp")
+    changed = {"epsilon": epsilon, "noise_multiplier": None, "accountant": "rdp"}
+    budget = config.budget.model_copy(update=changed)
     return config.model_copy(update={"budget": budget})
 
 

@@ -33,9 +33,11 @@ from dpspan.support.checks import check_count, expect
 from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
+from dpspan.support.secure import SecureGenerator
 from dpspan.support.units import Units
 
 Array = np.ndarray[Any, Any]
+AnyGenerator = np.random.Generator | SecureGenerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class PoissonDraw:
     def event(self, noise_multiplier: float) -> DpEvent:
         return step_event(noise_multiplier, self.sample_rate)
 
-    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: AnyGenerator) -> Iterator[Tensor]:
         for _ in range(self.steps_per_epoch):
             # float64: the 24 bits of a float32 uniform would round a small sample_rate visibly.
             drawn = generator.random(self.records) < self.sample_rate
@@ -100,7 +102,7 @@ class PartitionDraw:
     def event(self, noise_multiplier: float) -> DpEvent:
         return gaussian_event(noise_multiplier)
 
-    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: AnyGenerator) -> Iterator[Tensor]:
         choice = generator.integers(self.batches, size=self.records)
         for batch in range(self.batches):
             yield torch.from_numpy(np.flatnonzero(choice == batch))
@@ -131,6 +133,7 @@ def _cut(
     processes: Processes,
     units: Units | None,
     seed: Sequence[int],
+    generator: Callable[..., AnyGenerator],
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
@@ -150,7 +153,7 @@ def _cut(
             mine = parts[processes.rank][number : number + 1]
             part, counts = mine[0].tolist() if mine else [], None
             if units is not None and part:
-                drawn = [units.drawn(unit, [*seed, step]) for unit in part]
+                drawn = [units.drawn(unit, [*seed, step], generator) for unit in part]
                 part, counts = list(chain(*drawn)), tuple(map(len, drawn))
             held = limit if padded and limit else max(1, len(part))
             last, shown = number == most - 1, sum(map(len, parts[0][number : number + 1]))
@@ -223,6 +226,7 @@ class PrivateLoader:
         seed: int | None = None,
         padded: bool = False,
         units: Units | None = None,
+        secure: bool = False,
     ) -> None:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
 
@@ -230,7 +234,8 @@ class PrivateLoader:
         With `units` these are drawn, and whoever is drawn brings some records.
 
         `seed` is for debugging: whoever knows it knows who took part in which step. By default it
-        comes from OS entropy, and so does whatever else is drawn meanwhile.
+        comes from OS entropy, and so does whatever else is drawn meanwhile. A `secure` loader draws
+        batches by a cryptographic generator.
         """
         records = records_of(loader)
         known, whose = (records, "dataset") if units is None else (len(units), "units")
@@ -248,6 +253,7 @@ class PrivateLoader:
         # 128 bits, for numpy. torch's CPU generator keeps 32 bits of any seed: few enough to try
         # them all and learn who took part in which step. Never saved.
         self._secret = secrets.randbits(128) if seed is None else seed
+        self._generator = SecureGenerator if secure else np.random.default_rng
         self._seed: int | None = None  # of torch, for the piece at hand
         self._feed = _Feed()
         begin = FreshWorker(loader.worker_init_fn) if self._fresh else loader.worker_init_fn
@@ -304,12 +310,9 @@ class PrivateLoader:
         # By the number of the pass, as a stream would be read further ahead in one process than in
         # another when an epoch is left early.
         seed = self._secret, self.passes
-        generator = np.random.default_rng(seed)
-        steps = islice(self.draw.epoch(generator), len(self) - self.position)
-        limit = self.max_physical_batch_size
-        source = self._feed.source = _cut(
-            steps, limit, self._padded, pieces, self._processes, self._units, seed
-        )
+        steps = islice(self.draw.epoch(self._generator(seed)), len(self) - self.position)
+        limit, how = self.max_physical_batch_size, (self._units, seed, self._generator)
+        source = self._feed.source = _cut(steps, limit, self._padded, pieces, self._processes, *how)
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)
