@@ -13,7 +13,7 @@ from dpspan.support.strict_json import plain
 RARE = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One thing that was measured. `part` is 'sensitivity', 'noise' or 'sampler'."""
 
@@ -24,10 +24,8 @@ class Check:
     passed: bool
 
     def __str__(self) -> str:
-        said = "ok  " if self.passed else "FAIL"
-        return (
-            f"{said} {self.part:<11} {self.name}: {self.measured:.4g} (declared: {self.declared})"
-        )
+        told = f"{self.part:<11} {self.name}: {self.measured:.4g} (declared: {self.declared})"
+        return f"{'ok  ' if self.passed else 'FAIL'} {told}"
 
 
 @dataclass(frozen=True, kw_only=True)
