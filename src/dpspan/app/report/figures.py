@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ Picture = dict[str, Any]  # the drawing, and its legend as text of the page
 _INK = "#010203"  # of report.mplstyle; replaced by the colour of the page's text
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a2e", "#7f7f7f")
 _DASHES = {"--": "5 3", ":": "2 2"}
+_ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
 _LONGEST = 26  # letters of a name beside an axis
 _NARROWEST = 0.1  # of an axis with accuracies
 
@@ -36,6 +38,7 @@ def pictures(
     private = {name: runs for name, runs in groups.items() if runs[0].private_steps}
     several = len(found.runs) > 1 and any(values.values())
     axes = {
+        "bounds": _bounds(private),
         "accuracy": _curves(groups, groups, "epsilon", metric) if metric else None,
         "runs": _every_run(values, metric) if metric and several else None,
         "training": _curves(groups, private, "epoch", loss) if loss else None,
@@ -85,6 +88,28 @@ def _every_run(values: Mapping[str, list[float]], key: str) -> Any:
     _name_rows(axis, rows)
     axis.set_xlabel(label(key))
     _in_percent(axis.xaxis, key)
+    return axis
+
+
+def _bounds(groups: Groups) -> Any:
+    """From what ε is at least, as an audit has measured, to what it is at most, as was proved."""
+    most = {name: max(run.epsilon for run in runs) for name, runs in groups.items()}
+    rows = {name: epsilon for name, epsilon in most.items() if math.isfinite(epsilon)}
+    if not rows:
+        return None
+    axis = _axis(height=0.75 + 0.3 * len(rows))
+    for index, (name, epsilon) in enumerate(rows.items()):
+        measured = [run.audit_bound for run in groups[name] if run.audit_bound is not None]
+        for least in measured[:1]:  # runs that differ in their seed have one audit
+            axis.plot([least, epsilon], [index, index], color=_COLOURS[0], linewidth=3)
+            axis.plot([least], [index], "|", color=_COLOURS[0], markersize=14, mew=3)
+            axis.annotate(f"≥ {least:.3g}", (least, index), (0, 9), **_ABOVE)
+        axis.plot([epsilon], [index], "o", color=_COLOURS[1], markersize=7)
+        axis.annotate(f"≤ {epsilon:.3g}", (epsilon, index), (0, 9), **_ABOVE)
+    _name_rows(axis, rows)
+    axis.set_xlim(0, 1.15 * max(rows.values()))
+    axis.set_ylim(len(rows) - 0.5, -0.8)
+    axis.set_xlabel("ε")
     return axis
 
 
