@@ -23,7 +23,7 @@ from dpspan.audit import audit_step
 from dpspan.convex import PrivateLogisticRegression
 from dpspan.engine.sampling import PartitionDraw, PrivateLoader
 from dpspan.mechanisms.noise import Noise
-from dpspan.support.secure import SECURE, SecureGenerator
+from dpspan.support.secure import SECURE
 from dpspan.support.units import Units
 from helpers.digits import config, write_npz
 from helpers.distributed import in_processes
@@ -139,13 +139,24 @@ def test_processes_that_share_the_secret_draw_the_same() -> None:
     assert sorted(itertools.chain(*first)) == list(range(40))
 
 
-def test_units_draw_their_records_by_it_too() -> None:
-    units = Units.of([0] * 30 + [1] * 30, 4, records=60)
-    own = [units.drawn(1, [5, step], SecureGenerator) for step in range(200)]
-    assert own[0] == units.drawn(1, [5, 0], SecureGenerator)
-    assert all(len(set(each)) == 4 and min(each) >= 30 for each in own)
-    counts = np.bincount(np.concatenate(own), minlength=60)[30:]
-    assert stats.chisquare(counts).pvalue > 1e-6
+def test_units_are_drawn_and_what_they_bring_tells_nothing_of_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids, seeds, own = [i // 5 for i in range(40)], [], Units.drawn
+
+    def watched(self: Units, unit: int, seed: list[int]) -> list[int]:
+        seeds.append(tuple(seed))
+        return own(self, unit, seed)
+
+    monkeypatch.setattr(Units, "drawn", watched)
+    engine = PrivacyEngine(secure_mode=True)
+    changes = {"unit": ids, "records_per_unit": 2, "sample_rate": 0.5, "expected_batch_size": 4.0}
+    engine, model, optimizer, loader = setup(engine, **changes)
+    sizes = steps(model, optimizer, loader, epochs=20)
+    assert max(sizes) > 2
+    assert all(size % 2 == 0 or size == 1 for size in sizes)  # 1 stands in for nobody
+    assert loader._secret not in {number for seed in seeds for number in seed}
+    assert len(set(seeds)) == len(loader) * 20 - sum(size == 1 for size in sizes)
 
 
 def test_several_processes_release_one_noise() -> None:

@@ -133,7 +133,6 @@ def _cut(
     processes: Processes,
     units: Units | None,
     seed: Sequence[int],
-    generator: Callable[..., AnyGenerator],
 ) -> Generator[list[int], None, None]:
     """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
 
@@ -153,7 +152,7 @@ def _cut(
             mine = parts[processes.rank][number : number + 1]
             part, counts = mine[0].tolist() if mine else [], None
             if units is not None and part:
-                drawn = [units.drawn(unit, [*seed, step], generator) for unit in part]
+                drawn = [units.drawn(unit, [*seed, step]) for unit in part]
                 part, counts = list(chain(*drawn)), tuple(map(len, drawn))
             held = limit if padded and limit else max(1, len(part))
             last, shown = number == most - 1, sum(map(len, parts[0][number : number + 1]))
@@ -253,7 +252,7 @@ class PrivateLoader:
         # 128 bits, for numpy. torch's CPU generator keeps 32 bits of any seed: few enough to try
         # them all and learn who took part in which step. Never saved.
         self._secret = secrets.randbits(128) if seed is None else seed
-        self._generator = SecureGenerator if secure else np.random.default_rng
+        self._secure = secure
         self._seed: int | None = None  # of torch, for the piece at hand
         self._feed = _Feed()
         begin = FreshWorker(loader.worker_init_fn) if self._fresh else loader.worker_init_fn
@@ -310,9 +309,15 @@ class PrivateLoader:
         # By the number of the pass, as a stream would be read further ahead in one process than in
         # another when an epoch is left early.
         seed = self._secret, self.passes
-        steps = islice(self.draw.epoch(self._generator(seed)), len(self) - self.position)
-        limit, how = self.max_physical_batch_size, (self._units, seed, self._generator)
-        source = self._feed.source = _cut(steps, limit, self._padded, pieces, self._processes, *how)
+        generator: AnyGenerator = np.random.default_rng(seed)
+        if self._secure:  # units' own generators are not, and must not tell anything of the seed
+            generator = SecureGenerator(seed)
+            seed = tuple(generator.integers(1 << 52, size=2).tolist())
+        steps = islice(self.draw.epoch(generator), len(self) - self.position)
+        limit = self.max_physical_batch_size
+        source = self._feed.source = _cut(
+            steps, limit, self._padded, pieces, self._processes, self._units, seed
+        )
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)

@@ -9,7 +9,6 @@ compared with float64 and fine compared with the noise: that is post-processing,
 the grid is reached in billions of ways.
 """
 
-import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,8 @@ class Noise:
         flat = torch.cat([part.flatten() for part in parts.values()])
         noisy = self.normal(flat, std).add_(flat)
         if self.secure:
-            noisy = _on_grid(noisy, std)
+            step = torch.as_tensor(std).double().log2().floor().sub(_GRID).exp2()
+            noisy = noisy.div_(step).round_().mul_(step)  # exact: it is a power of two
         pieces = noisy.to(flat.dtype).split(sizes)
         return {
             name: piece.view_as(part)
@@ -82,12 +82,3 @@ class Noise:
             seed = secrets.randbits(63) if self.seed is None else self.seed
             self._on_devices[device] = torch.Generator(device).manual_seed(seed)
         return self._on_devices[device]
-
-
-def _on_grid(values: Tensor, std: float | Tensor) -> Tensor:
-    """The nearest multiples of a power of two, which divides and multiplies exactly."""
-    if isinstance(std, Tensor):  # on a device, where nobody waits for it
-        step: float | Tensor = std.double().log2().floor().sub(_GRID).exp2()
-    else:
-        step = 2.0 ** (math.floor(math.log2(std)) - _GRID)
-    return values.div_(step).round_().mul_(step)

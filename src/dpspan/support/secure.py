@@ -40,11 +40,6 @@ class SecureGenerator:
         """From 0 to below `high`."""
         return (self.random(size) * high).astype(np.int64)
 
-    def choice(self, items: Any, size: int, *, replace: bool) -> Any:
-        """So many of the items, none twice."""
-        assert not replace
-        return items[np.argsort(self.random(len(items)))[:size]]
-
     def standard_normal(self, size: Any = None, *, out: Floats | None = None) -> Floats:
         """Each is half the sum of four draws (Holohan and Braghin, 2021).
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 import numpy as np
 
 from dpspan.support.checks import check_count, expect
-from dpspan.support.secure import SecureGenerator
 
 RECORDS_PER_UNIT = 16
 _KINDS = (str, bytes, int, float, datetime.date, uuid.UUID)
@@ -67,18 +66,13 @@ class Units:
         """How many records of each unit a step uses."""
         return np.minimum([len(own) for own in self.members], self.most)
 
-    def drawn(
-        self,
-        unit: int,
-        seed: Sequence[int],
-        generator: Callable[..., np.random.Generator | SecureGenerator] = np.random.default_rng,
-    ) -> list[int]:
+    def drawn(self, unit: int, seed: Sequence[int]) -> list[int]:
         """The records of a unit that a step uses; other units have no influence on which."""
         own = self.members[unit]
         if len(own) > self.most:
             # One above: numpy takes no notice of zeros at the end of a short seed.
-            drawn = generator([*seed, unit + 1]).choice(own, self.most, replace=False)
-            own = np.sort(drawn)
+            generator = np.random.default_rng([*seed, unit + 1])
+            own = np.sort(generator.choice(own, self.most, replace=False))
         found: list[int] = own.tolist()
         return found
 
