@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from scipy.special import ndtr
+from scipy.stats import binom, chi2, norm
 from torch import Tensor
 
-from dpspan.audit.findings import Check, rare_count, rare_normal, rare_square
+from dpspan.audit.findings import Check, rare
 from dpspan.engine.private_step import PrivateRun
 from dpspan.mechanisms.base import Sums
 from dpspan.public.fingerprints import Array
@@ -132,31 +132,31 @@ class MeasuredNoise:
         totals, numbers = self._totals, self._numbers
         surplus = (totals - numbers) / np.sqrt(2 * numbers)  # in std errors
         for part in () if self._watch.unknown else {int(surplus.argmin()), int(surplus.argmax())}:
-            rare = rare_square(totals[part], numbers[part], len(names))
+            sound = not rare(chi2(numbers[part]), totals[part], len(names))
             ratio = math.sqrt(totals[part] / numbers[part])
-            yield check(f"std of {names[part]}, of what was asked for", ratio, "1", not rare)
+            yield check(f"std of {names[part]}, of what was asked for", ratio, "1", sound)
         place, size = int(np.argmin(self._squares)), len(self._squares)
         where = names[int(np.searchsorted(ends, place, side="right")) - 1]
-        variance = float(self._squares[place]) / self._draws
-        rare = rare_square(self._squares[place], self._draws, size)
-        yield check(f"variance of a number in {where}", variance, "1", not rare)
+        least = float(self._squares[place])
+        sound = not rare(chi2(self._draws), least, size)
+        yield check(f"variance of a number in {where}", least / self._draws, "1", sound)
         means = np.add.reduceat(self._sums, ends[:-1]) / np.sqrt(numbers)
         mean = float(means[np.argmax(np.abs(means))])
-        rare = rare_normal(mean, len(names))
-        yield check("largest mean of a part, in std errors", mean, "small", not rare)
+        sound = not rare(norm, mean, len(names))
+        yield check("largest mean of a part, in std errors", mean, "small", sound)
         count = self._draws * size
         excess = (self._fourth / count - 3) / math.sqrt(96 / count)
-        yield check("kurtosis, in std errors", excess, "small", not rare_normal(excess))
+        yield check("kurtosis, in std errors", excess, "small", not rare(norm, excess))
         for at, times in zip(_TAILS, self._beyond.tolist(), strict=True):
-            law = 2 * float(ndtr(-at))
-            rare = rare_count(times, count, law)
-            yield check(f"numbers beyond {at:g} std", times, f"{count * law:.1f}", not rare)
+            law = binom(count, 2 * norm.sf(at))
+            declared, sound = f"{law.mean():.1f}", not rare(law, times)
+            yield check(f"numbers beyond {at:g} std", times, declared, sound)
         draws, kept = _Products().add([*self._kept.values()]), [*self._kept]
         for products, of in (self._across, len(names)), (draws, len(kept)):
             value, first, second = products.largest()
             pair = "two parts" if products is self._across else f"{kept[first]} and {kept[second]}"
-            rare = rare_normal(value, of**2)
-            yield check(f"correlation of {pair}, in std errors", value, "small", not rare)
+            sound = not rare(norm, value, of**2)
+            yield check(f"correlation of {pair}, in std errors", value, "small", sound)
 
 
 def drawn_by_a_fork(watch: NoiseWatch) -> dict[str, Array]:

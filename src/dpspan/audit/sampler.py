@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from scipy.stats import chi2, norm
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dpspan.audit.findings import Check, rare_normal, rare_square
+from dpspan.audit.findings import Check, rare
 from dpspan.engine.sampling import PartitionDraw, Piece, PrivateLoader
 from dpspan.public.fingerprints import Array
 
@@ -71,14 +72,14 @@ def sampler_checks(loader: PrivateLoader) -> Iterator[Check]:
     spread = n * q * (1 - q)
     if not partition:
         total = (sizes.sum() - steps * n * q) / math.sqrt(steps * spread)
-        yield check("records drawn in all, in std errors", total, "small", not rare_normal(total))
+        yield check("records drawn in all, in std errors", total, "small", not rare(norm, total))
         shares = float(((taken - steps * q) ** 2).sum()) / (steps * q * (1 - q))
-        good = not rare_square(*_like_square(shares, n, steps, q))
+        good = not rare(*_like_square(shares, n, steps, q))
         yield check("variance of a record's number of steps", shares / n, "about 1", good)
     # The sizes of a partition's batches add up: one of them is known from the others.
     free = steps - epochs if partition else steps
     squares = float(((sizes - n * q) ** 2).sum()) / (n * q if partition else spread)
-    good = free == 0 or not rare_square(*_like_square(squares, free, n, q))
+    good = free == 0 or not rare(*_like_square(squares, free, n, q))
     squares /= max(free, 1)
     yield check("variance of the sizes, of a binomial one", squares, "about 1", good)
     for apart in {epoch} if partition else {1, epoch}:
@@ -89,11 +90,11 @@ def sampler_checks(loader: PrivateLoader) -> Iterator[Check]:
         variance = sum(a * b * (n - a) * (n - b) / (n * n * max(n - 1, 1)) for a, b in pairs)
         value = (sum(both) - mean) / math.sqrt(variance) if variance else 0.0
         name = f"records shared by steps {apart} apart, in std errors"
-        yield check(name, value, "small", not rare_normal(value))
+        yield check(name, value, "small", not rare(norm, value))
 
 
-def _like_square(total: float, freedom: int, trials: int, q: float) -> tuple[float, float]:
+def _like_square(total: float, freedom: int, trials: int, q: float) -> tuple[Any, float]:
     """Σ (x - Eₓ)²/Var x of binomial numbers as a χ²: its mean is right, its variance made so."""
     kurtosis = (1 - 6 * q * (1 - q)) / (trials * q * (1 - q))
     scale = 1 + max(kurtosis, 0.0) / 2
-    return total / scale, freedom / scale
+    return chi2(freedom / scale), total / scale
