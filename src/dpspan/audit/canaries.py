@@ -10,7 +10,7 @@ somebody's label, and its score is how small its loss is in the end.
 The run is a rehearsal: its model has learnt canaries, and its certificate says so.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -97,7 +97,11 @@ def audit_canaries(
     generator = torch.Generator().manual_seed(check_seed(seed))
     coins = np.random.default_rng()
     count = _MOST if canaries is None else check_count("canaries", canaries, least=FEWEST)
-    records = [] if like is None else [_of_noise(like, generator) for _ in range(count)]
+
+    def normal(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=generator).to(x)
+
+    records = [] if like is None else [exchanged(like, normal) for _ in range(count)]
     in_data = coins.random(len(records)) < 0.5
     added = [record for record, coin in zip(records, in_data, strict=True) if coin]
     prepared = engine, module, _, loader = prepare(added)
@@ -105,10 +109,12 @@ def audit_canaries(
     planted = _Planted(engine._running(), coins, generator)
     with planted.plant(canaries or max(FEWEST, min(_MOST, planted.released_numbers()))):
         take_steps(prepared, loss, lambda: planted.steps == steps)
-    black_box = 0.0
+    black_box, collate = 0.0, loader.collate_fn
     if records:
-        losses = _losses(module, loss, loader.collate_fn, records)
-        black_box = epsilon_lower_bound([-each for each in losses], in_data, delta=delta)
+        with left_as_found(module, 0, mode="evaluation"), torch.no_grad():
+            losses = np.array([float(loss(module, collate([record]))) for record in records])
+        losses[~np.isfinite(losses)] = np.inf
+        black_box = epsilon_lower_bound(-losses, in_data, delta=delta)
     declared = engine.get_epsilon(delta)
     engine.detach()
     scores, coin = planted.scores, planted.coins
@@ -122,22 +128,6 @@ def audit_canaries(
         inside=planted.inside,
         steps=steps,
     )
-
-
-def _of_noise(like: Any, generator: torch.Generator) -> Any:
-    def normal(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=generator).to(x)
-
-    return exchanged(like, normal)
-
-
-def _losses(
-    module: nn.Module, loss: Loss, collate: Callable[[list[Any]], Any], records: Sequence[Any]
-) -> Iterator[float]:
-    with left_as_found(module, 0, mode="evaluation"), torch.no_grad():
-        for record in records:
-            value = float(loss(module, collate([record])))
-            yield value if np.isfinite(value) else np.inf
 
 
 class _Planted:
@@ -186,11 +176,10 @@ class _Planted:
         if not first:  # another piece of a batch
             return total
         self._now = self._directions()
-        plan = self._run.plan
         drawn = self.coins & (self._coins.random(len(self.coins)) < self._rate)
         if not drawn.any():
             return total
-        length = _LENGTH * plan.method.clip_norm
+        length = _LENGTH * self._run.plan.method.clip_norm
         rows = self._now[torch.from_numpy(drawn).to(self._now.device)] * length
         more: Sums = self._clipped_sum(self._as_gradients(rows))
         return {name: value + more[name] for name, value in total.items()}

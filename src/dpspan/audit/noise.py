@@ -5,7 +5,7 @@ or, in a step, what was released less what was summed.
 """
 
 import math
-import os
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import pairwise
@@ -161,17 +161,11 @@ class MeasuredNoise:
 
 def drawn_by_a_fork(watch: NoiseWatch) -> dict[str, Array]:
     """What a forked process would add at its next release, and what this one would."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:  # nothing of torch's threads is left here: numbers, and out
-        try:
-            noise = watch.draw(most=_FORKED)
-            with os.fdopen(writing, "wb") as pipe:
-                pipe.write(noise.tobytes())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        numbers = np.frombuffer(pipe.read())
-    os.waitpid(child, 0)
+    processes = multiprocessing.get_context("fork")  # where nothing of torch's threads is left
+    reading, writing = processes.Pipe(duplex=False)
+    child = processes.Process(target=lambda: writing.send(watch.draw(most=_FORKED)), daemon=True)
+    child.start()
+    writing.close()
+    numbers: Array = reading.recv()
+    child.join()
     return {"a forked process": numbers, "its parent": watch.draw(most=_FORKED)}

@@ -7,10 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from scipy.stats import chi2, norm
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from dpspan.audit.findings import Check, rare
 from dpspan.engine.sampling import PartitionDraw, Piece, PrivateLoader
@@ -19,33 +16,17 @@ from dpspan.public.fingerprints import Array
 _STEPS, _NUMBERS = 400, 40_000_000  # so many steps, unless records times steps were more
 
 
-class _Places(Dataset[Any]):
-    """Each record's place, in place of the record."""
-
-    def __init__(self, records: int) -> None:
-        self.records = records
-
-    def __len__(self) -> int:
-        return self.records
-
-    def __getitems__(self, indices: list[int]) -> Tensor:
-        return torch.as_tensor(indices)
-
-
 def drawn_batches(loader: PrivateLoader, steps: int) -> list[Array]:
-    """The places of the records in so many batches, as this loader hands them out."""
-    batches, parts, pieces = list[Array](), list[Tensor](), list[Piece]()
-    inner = DataLoader(
-        _Places(loader.draw.records), batch_sampler=loader._feed, collate_fn=lambda places: places
-    )
-    with patch.multiple(loader, _inner=inner, on_piece=pieces.append, on_batch=lambda _: None):
+    """The places of the records in so many batches, as this loader would read them."""
+    batches, parts, pieces, feed = list[Array](), list[int](), list[Piece](), loader._feed
+    with patch.multiple(loader, _inner=feed, on_piece=pieces.append, on_batch=lambda _: None):
         while len(batches) < steps:
             for places in loader:
                 piece = pieces.pop()
-                parts.append(places[: piece.samples])
+                parts += places[: piece.samples]
                 if piece.last:
-                    batches.append(torch.cat(parts).numpy())
-                    parts.clear()
+                    batches.append(np.array(parts, dtype=int))
+                    parts = []
     return batches
 
 

@@ -73,7 +73,7 @@ class Batches:
     def canaries(self) -> dict[str, list[Any]]:
         """Records by their kind. Of whole numbers alone (words) there are no huge ones."""
         generator = torch.Generator().manual_seed(self._seed)
-        if not _has_reals(self.last):
+        if not any(map(_is_real, tree_leaves(self.last))):
             return {"other records": self._others[:_SOME]}
 
         def normal(size: float) -> Content:
@@ -111,20 +111,17 @@ def exchanged(record: Any, content: Content) -> Any:
     """A record with other content: its real numbers by `content`, whole ones as they are."""
 
     def other(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if not _is_real(leaf):
+            return leaf
+        if isinstance(leaf, Tensor):
             return content(leaf)
-        if isinstance(leaf, float):
-            return float(content(torch.tensor(leaf, dtype=torch.float64)))
-        return leaf
+        return float(content(torch.tensor(leaf, dtype=torch.float64)))
 
     return tree_map(other, record)
 
 
-def _has_reals(record: Any) -> bool:
-    return any(
-        isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point())
-        for x in tree_leaves(record)
-    )
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, float) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 def sensitivity_checks(batches: Batches, noise: MeasuredNoise, z: float) -> Iterator[Check]:

@@ -24,7 +24,6 @@ Picture = dict[str, Any]  # the drawing, and its legend as text of the page
 _INK = "#010203"  # of report.mplstyle; replaced by the colour of the page's text
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a2e", "#7f7f7f")
 _DASHES = {"--": "5 3", ":": "2 2"}
-_ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
 _LONGEST = 26  # letters of a name beside an axis
 _NARROWEST = 0.1  # of an axis with accuracies
 
@@ -36,9 +35,10 @@ def pictures(
     """All that there is something to draw for, by name; `values` are what each group reached."""
     groups = found.groups
     private = {name: runs for name, runs in groups.items() if runs[0].private_steps}
+    finite = all(math.isfinite(run.epsilon) for runs in private.values() for run in runs)
     several = len(found.runs) > 1 and any(values.values())
     axes = {
-        "bounds": _bounds(private),
+        "bounds": _bounds(private) if private and finite else None,
         "accuracy": _curves(groups, groups, "epsilon", metric) if metric else None,
         "runs": _every_run(values, metric) if metric and several else None,
         "training": _curves(groups, private, "epoch", loss) if loss else None,
@@ -93,22 +93,18 @@ def _every_run(values: Mapping[str, list[float]], key: str) -> Any:
 
 def _bounds(groups: Groups) -> Any:
     """From what ε is at least, as an audit has measured, to what it is at most, as was proved."""
-    most = {name: max(run.epsilon for run in runs) for name, runs in groups.items()}
-    rows = {name: epsilon for name, epsilon in most.items() if math.isfinite(epsilon)}
-    if not rows:
-        return None
-    axis = _axis(height=0.75 + 0.3 * len(rows))
-    for index, (name, epsilon) in enumerate(rows.items()):
-        measured = [run.audit_bound for run in groups[name] if run.audit_bound is not None]
-        for least in measured[:1]:  # runs that differ in their seed have one audit
-            axis.plot([least, epsilon], [index, index], color=_COLOURS[0], linewidth=3)
-            axis.plot([least], [index], "|", color=_COLOURS[0], markersize=14, mew=3)
-            axis.annotate(f"≥ {least:.3g}", (least, index), (0, 9), **_ABOVE)
-        axis.plot([epsilon], [index], "o", color=_COLOURS[1], markersize=7)
-        axis.annotate(f"≤ {epsilon:.3g}", (epsilon, index), (0, 9), **_ABOVE)
-    _name_rows(axis, rows)
-    axis.set_xlim(0, 1.15 * max(rows.values()))
-    axis.set_ylim(len(rows) - 0.5, -0.8)
+    axis = _axis(height=0.75 + 0.3 * len(groups))
+    for index, runs in enumerate(groups.values()):
+        audited = [run.audit_bound for run in runs if run.audit_bound is not None]
+        ends = {"≤": max(run.epsilon for run in runs)} | ({"≥": audited[0]} if audited else {})
+        look = {"color": _COLOURS[0], "markersize": 14, "mew": 3, "linewidth": 3}
+        axis.plot([*ends.values()], [index] * len(ends), "|-", **look)
+        for sign, value in ends.items():
+            place = {"ha": "center", "textcoords": "offset points", "fontsize": 8}
+            axis.annotate(f"{sign} {value:.3g}", (value, index), (0, 9), **place)
+    _name_rows(axis, groups)
+    axis.set_xlim(0, 1.15 * axis.get_xlim()[1])
+    axis.set_ylim(len(groups) - 0.5, -0.8)
     axis.set_xlabel("ε")
     return axis
 
