@@ -23,6 +23,7 @@ from dpspan.app.run.folder import read_json, read_lines
 from dpspan.app.run.training import Training
 from dpspan.app.tune import geometric, tune, tuning_event
 from dpspan.app.verification import verify
+from dpspan.engine.checkpoint import load_file
 from helpers.digits import config, settings, write_npz
 
 BUDGET = {"epsilon": 3.0, "delta": 1e-3}
@@ -148,7 +149,11 @@ def test_a_search_leaves_one_run_and_its_price(
     (line,) = read_lines(run.metrics)
     assert line["test_accuracy"] == found.metrics["test_accuracy"]
     page = render([run.path], folder / "report.html").read_text()
-    assert "RepeatAndSelect" in page
+    assert "A search: the best of a random number of trainings, 5 on average" in page
+    alone = rdp.RdpAccountant().compose(charged.event).get_epsilon(1e-3)
+    assert document["search"].endswith(f"a single try would have cost ε = {alone:.3g}")
+    assert alone < 0.7 * found.epsilon
+    assert f"single try would have cost ε = {alone:.3g}." in page
     with pytest.raises(ValueError, match=r"holds a run already\. Choose another output folder"):
         tune(config(folder, budget=BUDGET))
 
@@ -202,7 +207,7 @@ def test_an_interrupted_search_goes_on(folder: Path, monkeypatch: pytest.MonkeyP
     before = read_json(run.ledger)
     assert before["steps"] == 1
     assert not run.certificate.exists()
-    state = read_json(run.path / ".tune" / "run.json")
+    state = load_file(run.path / ".tune" / "search.safetensors", {"state", "weights"})["state"]
     assert (state["count"], state["done"]) == (3, 1)
 
     def never(tries: int) -> int:

@@ -12,9 +12,11 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from dpspan.accounting.epsilon import pld_interval
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+from dpspan.accounting.epsilon import account, pld_interval
 from dpspan.accounting.events import event_to_json
-from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.ledger import SEARCHED, Ledger
 from dpspan.accounting.promises import check_promised_delta, weaknesses
 from dpspan.accounting.releases import releases_to_json
 from dpspan.support.checks import shown
@@ -53,6 +55,7 @@ def certificate(
         "delta": spending.delta,
         "adjacency": adjacency or ledger.adjacency,
         "discloses_number_of_records": ledger.discloses_records,
+        "search": what_a_search_cost(ledger, spending.delta),
         "budget": None if ledger.budget is None else asdict(ledger.budget),
         "accountant": {
             "chosen": ledger.accountant,
@@ -78,6 +81,21 @@ def certificate(
         "digests": {"ledger": sha256_of(releases_to_json(ledger.events))},
     }
     return {key: _plain(key, value) for key, value in document.items()}
+
+
+def what_a_search_cost(ledger: Ledger, delta: float) -> str:
+    """In words; of a search that is paid for, what its model would have cost without it."""
+    paid = [event for event, _ in ledger.events if isinstance(event, RepeatAndSelectDpEvent)]
+    if paid:
+        tries = ", ".join(f"{event.mean:g}" for event in paid)
+        alone = account([(event.event, 1) for event in paid], delta, "rdp").epsilon
+        return (
+            f"ε pays for the search as well: the best of a random number of tries ({tries} on "
+            f"average) was released; a single try would have cost ε = {alone:.3g}"
+        )
+    if any(warning.startswith(SEARCHED) for warning in ledger.warnings):
+        return "nothing was paid for the search, although there was one: see the warnings"
+    return "nothing was paid for the search"
 
 
 def weights_sha256(weights: Mapping[str, Any]) -> str:

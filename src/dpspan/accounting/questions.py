@@ -31,6 +31,7 @@ from dpspan.accounting.events import gaussian_event, pure_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.picking import MECHANISMS, Below, pick
 from dpspan.support.checks import check_count, check_number, check_positive, expect
+from dpspan.support.secure import SecureGenerator
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -68,7 +69,7 @@ def private_metric(
         ledger.protect("record")
         ledger.charge(gaussian_event(z))
     sums = np.array(both_sums((np.clip(known, low, high) - low) / (high - low)))
-    noisy = np.maximum(sums + z * np.random.default_rng().standard_normal(2), 0.0)
+    noisy = np.maximum(sums + z * SecureGenerator().standard_normal(2), 0.0)
     records = max(float(noisy.sum()), 1.0)
     share = float(noisy[0]) / records
     error = z * math.hypot(share, 1 - share) / records

@@ -65,6 +65,15 @@ class Digests(_Part):
     configuration: _Digest | None = None
 
 
+class Audit(_Part):
+    """What canaries in a rehearsal of the same settings have measured: ε is at least so much."""
+
+    epsilon_at_least: _Amount
+    confidence: Annotated[float, Field(gt=0, lt=1)]
+    delta: Annotated[float, Field(ge=0, lt=1)]
+    canaries: _Count
+
+
 class Certificate(_Part):
     """What a private run guarantees, and how that was spent."""
 
@@ -77,6 +86,8 @@ class Certificate(_Part):
     delta: Annotated[float, Field(gt=0, lt=1)]
     adjacency: str
     discloses_number_of_records: bool = False
+    search: str | None = None
+    audit: Audit | None = None
     budget: Promise | None
     accountant: Accountant
     training: dict[str, Any]

@@ -35,16 +35,11 @@ from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.accounting.questions import private_metric
-from dpspan.app.config import BudgetSection, Config, load_config
-from dpspan.app.run.folder import RunFolder, read_json
-from dpspan.app.run.from_config import (
-    chosen_public,
-    contender_of,
-    load_weights,
-    make_parts,
-    task_of,
-)
+from dpspan.app.config import Config, load_config
+from dpspan.app.run.folder import RunFolder
+from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, accuracy_and_loss, in_batches
+from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData, move
 from dpspan.support.checks import check_count, check_positive, expect
@@ -102,13 +97,18 @@ def tune(
             "`dpspan tune` protects records, and data.unit asks for units of several: search by "
             "`dpspan advise`, or settle the hyperparameters otherwise, and train."
         )
-    config, given = _by_renyi(config, epsilon), config.budget
-    if given.accountant == "pld" and "accountant" in given.model_fields_set:
+    budget = config.budget
+    epsilon = budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)
+    if epsilon is None:
+        raise ValueError("Expected budget.epsilon, or epsilon= (--epsilon): what it may all cost.")
+    if budget.accountant == "pld" and "accountant" in budget.model_fields_set:
         warnings.warn(
             "dpspan: tune accounts by RDP instead of PLD, which cannot account for the best of "
             "several tries.",
             stacklevel=2,
         )
+    changed = {"epsilon": epsilon, "noise_multiplier": None, "accountant": "rdp"}
+    config = config.model_copy(update={"budget": budget.model_copy(update=changed)})
     own = config.training.optimizer.learning_rate
     wanted = {"learning_rate": learning_rate or (own / _AROUND, own * _AROUND), "clip": clip}
     space = {name: _range(name, bounds) for name, bounds in wanted.items() if bounds is not None}
@@ -117,8 +117,7 @@ def tune(
     asked = {"space": space, "tries": check_count("tries", tries), "score_on": score_on}
     folder = RunFolder(config.output.folder)
     with folder.locked():
-        search = _Search(config=config, asked=plain(asked), folder=folder)
-        search.begin()
+        search = _Search(config, plain(asked), folder)
         while search.state["done"] < search.state["count"]:
             search.try_one()
         return search.release()
@@ -140,14 +139,6 @@ def tuning_event(
     )
 
 
-def _by_renyi(config: Config, epsilon: float | None) -> Config:
-    epsilon = config.budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)
-    if epsilon is None:
-        raise ValueError("Expected budget.epsilon, or epsilon= (--epsilon): what it may all cost.")
-    budget = BudgetSection(epsilon=epsilon, delta=config.budget.delta, accountant="rdp")
-    return config.model_copy(update={"budget": budget})
-
-
 def _range(name: str, bounds: Range) -> Range:
     low, high = (check_positive(name, bound) for bound in bounds)
     expect(low < high, f"{name} to be a range, the lower end first", f"{low:g} to {high:g}")
@@ -162,30 +153,18 @@ def geometric(tries: int) -> int:
     return count
 
 
-@dataclass(kw_only=True)
 class _Search:
-    """A search in a folder; `state` is what lies in `.tune`."""
+    """A search in a folder; `state` and the best weights so far are one file in `.tune`."""
 
-    config: Config
-    asked: dict[str, Any]
-    folder: RunFolder
-
-    def __post_init__(self) -> None:
-        self._work = RunFolder(self.folder.path / ".tune")
-        self.state: dict[str, Any] = {}
-        budget = self.config.budget
-        assert budget.epsilon is not None
-        self._budget = Budget(epsilon=budget.epsilon, delta=budget.delta)
-        self._settings = {"config": self.config.fixed(), **self.asked}
-
-    # -- the price, before anything else ------------------------------------------------------
-
-    def begin(self) -> None:
+    def __init__(self, config: Config, asked: dict[str, Any], folder: RunFolder) -> None:
         """Read the data, draw the number of tries and pay for them; or go on with a search."""
-        folder, config = self.folder, self.config
-        if goes_on := self._work.run.exists():
-            self.state = read_json(self._work.run)
-            if self.state["settings"] != self._settings:
+        self.config, self.asked, self.folder = config, asked, folder
+        self._file = folder.path / ".tune" / "search.safetensors"
+        settings = {"config": config.fixed(), **asked}
+        if goes_on := self._file.exists():
+            saved = load_file(self._file, {"state", "weights"})
+            self.state, self._weights = saved["state"], saved["weights"]
+            if self.state["settings"] != settings:
                 raise ValueError(
                     f"{folder.path} holds a search with other settings, which has been paid for. "
                     "Go back to those, or choose another output folder."
@@ -199,37 +178,44 @@ class _Search:
             parts.layer.save(folder.features)
         choosing = config.choose is not None
         self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
-        self._ledger = folder.open_ledger("rdp", self._budget)
-        if goes_on and self.state["done"] and not self._ledger.events:
-            raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
         test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
         self._task = task = task_of(config, parts.private, parts.private.dataset, test)
+        assert isinstance(task.budget, Budget)
+        self._budget = task.budget
+        self._ledger = folder.open_ledger("rdp", task.budget)
+        if goes_on and self.state["done"] and not self._ledger.events:
+            raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
         draw = PoissonDraw.one_pass(records=task.count, sample_rate=task.sample_rate)
         self._steps = task.epochs * draw.steps_per_epoch
-        if (name := self.asked["score_on"]) is not None:
+        if (name := asked["score_on"]) is not None:
             self._scores = _dataset(parts.public[name])
         if not goes_on:
-            self._draw()
+            self._draw(settings)
         event = self._event(self.state["noise_multiplier"])
         if all(charged != event for charged, _ in self._ledger.events):
             self._ledger.charge(event)
-        for sentence in weaknesses(None, self._budget.delta, task.count):
-            self._ledger.warn(sentence)
+        self._ledger.warn(*weaknesses(None, task.budget.delta, task.count))
         folder.write_ledger(self._ledger)
 
-    def _draw(self) -> None:
+    # -- the price, before anything else ------------------------------------------------------
+
+    def _draw(self, settings: dict[str, Any]) -> None:
         """The noise and the number of tries; on the disk before they are paid for, and made."""
-        score_noise = None
+        score_noise, budget = None, self._budget
         if self.asked["score_on"] is None:
-            alone = Budget(epsilon=_SCORE_SHARE * self._budget.epsilon, delta=self._budget.delta)
+            alone = Budget(epsilon=_SCORE_SHARE * budget.epsilon, delta=budget.delta)
             score_noise = calibrate_event(gaussian_event, 1, alone)
-        self.state = {"settings": self._settings, "score_noise": score_noise}
+        self.state, self._weights = {"settings": settings, "score_noise": score_noise}, None
         self.state["noise_multiplier"] = calibrate_event(
-            self._event, 1, self._budget, accountant="rdp", spent=self._ledger.events
+            self._event, 1, budget, accountant="rdp", spent=self._ledger.events
         )
         self.state |= {"count": geometric(self.asked["tries"]), "done": 0, "best": None}
-        self._work.path.mkdir(mode=0o700, exist_ok=True)
-        self._work.write_json(self._work.run, self.state)
+        self._file.parent.mkdir(mode=0o700, exist_ok=True)
+        self._save()
+
+    def _save(self) -> None:
+        """All or nothing: a process that dies leaves no weights that belong to another score."""
+        save_file(self._file, {"state": self.state, "weights": self._weights})
 
     def _event(self, noise_multiplier: float) -> DpEvent:
         return tuning_event(
@@ -258,26 +244,12 @@ class _Search:
         document = training.engine.certificate(self._budget.delta)
         training.engine.detach()
         score = self._score(training) if kept else _DIVERGED
-        best, number = self.state["best"], self.state["done"]
+        best = self.state["best"]
         if best is None or score > best["score"]:
-            self._kept(number).write_model(training.model)
-            self.state["best"] = {
-                "try": number,
-                "score": score,
-                "found": found,
-                "training": document["training"],
-                "public": document["public"],
-                "warnings": list(ledger.warnings),
-                "invalid": list(ledger.invalid),
-            }
+            self._weights = training.model.state_dict()
+            self.state["best"] = {"score": score, "found": found, "certificate": document}
         self.state["done"] += 1
-        self._work.write_json(self._work.run, self.state)
-        if best is not None and self.state["best"] is not best:
-            shutil.rmtree(self._kept(best["try"]).path)
-
-    def _kept(self, number: int) -> RunFolder:
-        """Of a try of its own: a process that dies leaves no weights that belong to others."""
-        return RunFolder(self._work.path / str(number))
+        self._save()
 
     def _score(self, training: Training) -> float:
         """The accuracy: of public records, or of all private ones with noise."""
@@ -305,16 +277,14 @@ class _Search:
     def release(self) -> Tuned:
         """The best try as an ordinary run; the rest is removed."""
         folder, ledger, best = self.folder, self._ledger, self.state["best"]
-        delta = self._budget.delta
-        config = self._tuned(best["found"])
-        for each in best["public"]:
+        config, told, delta = self._tuned(best["found"]), best["certificate"], self._budget.delta
+        for each in told["public"]:
             ledger.declare_public(each["name"], each["sha256"], each["count"], each["detail"])
         if (name := self.asked["score_on"]) is not None:
             scored = self._parts.public[name]
             ledger.declare_public(scored.name, scored.digest, scored.count, "scores of a search")
-        for sentence in best["warnings"]:
-            ledger.warn(sentence)
-        for reason in best["invalid"]:
+        ledger.warn(*told["warnings"])
+        for reason in told["not_private_because"]:
             ledger.invalidate(reason)
         about = {
             **best["found"],
@@ -324,12 +294,12 @@ class _Search:
             "score_noise_multiplier": self.state["score_noise"],
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
-        document = certificate(ledger, delta=delta, training={**best["training"], "tuning": about})
+        document = certificate(ledger, delta=delta, training={**told["training"], "tuning": about})
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}
         line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}
         model = self._task.new_model(config.training.seed)
-        load_weights(model, self._kept(best["try"]).model)
+        model.load_state_dict(self._weights)
         if self._task.test is not None:
             accuracy, loss = accuracy_and_loss(self._task, model)
             line |= {self._task.metric("loss"): loss, self._task.metric("accuracy"): accuracy}
@@ -343,7 +313,7 @@ class _Search:
         folder.write_facts(
             settings=config.fixed(), seed=config.training.seed, status="finished", diverged=None
         )
-        shutil.rmtree(self._work.path)
+        shutil.rmtree(self._file.parent)
         return Tuned(
             folder=folder.path,
             found=best["found"],

@@ -76,6 +76,8 @@ def _document(raw: Any, found: Certificate) -> Iterator[Check]:
         "it is called private, and says why it is not": found.private
         == bool(found.not_private_because),
         "it is called private without a finite ε": found.private and stated == math.inf,
+        "an audit measured more than ε": found.audit is not None
+        and found.audit.epsilon_at_least > stated,
         "ε is above the budget": budget is not None and again > budget.epsilon * (1 + _TOLERANCE),
         "the text of an event is not that of its numbers": any(
             each.text != f"{count} × {event}"

@@ -10,9 +10,11 @@ somebody's label, and its score is how small its loss is in the end.
 The run is a rehearsal: its model has learnt canaries, and its certificate says so.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from dpspan.audit.lower_bound import FEWEST, epsilon_lower_bound
 from dpspan.audit.sensitivity import Loss, exchanged
-from dpspan.audit.step import Prepared
+from dpspan.audit.step import Prepared, take_steps
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.gradients.layers.terms import Rows
@@ -95,26 +97,24 @@ def audit_canaries(
     generator = torch.Generator().manual_seed(check_seed(seed))
     coins = np.random.default_rng()
     count = _MOST if canaries is None else check_count("canaries", canaries, least=FEWEST)
-    records = [] if like is None else [_of_noise(like, generator) for _ in range(count)]
+
+    def normal(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=generator).to(x)
+
+    records = [] if like is None else [exchanged(like, normal) for _ in range(count)]
     in_data = coins.random(len(records)) < 0.5
     added = [record for record, coin in zip(records, in_data, strict=True) if coin]
-    engine, module, optimizer, loader = prepare(added)
-    run = engine._running()
+    prepared = engine, module, _, loader = prepare(added)
     engine.ledger.warn(IN_TRAINING)
-    planted = _Planted(run, coins, generator)
-    planted.plant(canaries or max(FEWEST, min(_MOST, planted.released_numbers())))
-    while planted.steps < steps:
-        for batch in loader:
-            optimizer.zero_grad()
-            loss(module, batch).backward()
-            optimizer.step()
-            if planted.steps == steps:
-                break
-    planted.remove()
-    black_box = 0.0
+    planted = _Planted(engine._running(), coins, generator)
+    with planted.plant(canaries or max(FEWEST, min(_MOST, planted.released_numbers()))):
+        take_steps(prepared, loss, lambda: planted.steps == steps)
+    black_box, collate = 0.0, loader.collate_fn
     if records:
-        losses = _losses(module, loss, loader.collate_fn, records)
-        black_box = epsilon_lower_bound([-each for each in losses], in_data, delta=delta)
+        with left_as_found(module, 0, mode="evaluation"), torch.no_grad():
+            losses = np.array([float(loss(module, collate([record]))) for record in records])
+        losses[~np.isfinite(losses)] = np.inf
+        black_box = epsilon_lower_bound(-losses, in_data, delta=delta)
     declared = engine.get_epsilon(delta)
     engine.detach()
     scores, coin = planted.scores, planted.coins
@@ -128,22 +128,6 @@ def audit_canaries(
         inside=planted.inside,
         steps=steps,
     )
-
-
-def _of_noise(like: Any, generator: torch.Generator) -> Any:
-    def normal(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=generator).to(x)
-
-    return exchanged(like, normal)
-
-
-def _losses(
-    module: nn.Module, loss: Loss, collate: Callable[[list[Any]], Any], records: Sequence[Any]
-) -> Iterator[float]:
-    with left_as_found(module, 0, mode="evaluation"), torch.no_grad():
-        for record in records:
-            value = float(loss(module, collate([record])))
-            yield value if np.isfinite(value) else np.inf
 
 
 class _Planted:
@@ -169,8 +153,8 @@ class _Planted:
         one = self._as_gradients(parameter.new_ones(1, self._size))
         return sum(x.numel() for x in self._mechanism.clipped_sum(one).values())
 
-    def plant(self, count: int) -> None:
-        """From now on; coins are tossed here."""
+    def plant(self, count: int) -> AbstractContextManager[object]:
+        """While steps are taken; coins are tossed here."""
         most = f"at most {_MOST_NUMBERS:.0e} numbers in all canaries: ask for fewer of them"
         expect(count * self._size <= _MOST_NUMBERS, most, count * self._size)
         like = next(iter(self._trained.values())).detach()
@@ -181,12 +165,9 @@ class _Planted:
         self.coins = self._coins.random(count) < 0.5
         self.scores, self.inside, self.steps = np.zeros(count), 0, 0
         self._clipped_sum, self._release = self._mechanism.clipped_sum, self._mechanism.release
-        self._mechanism.clipped_sum = self._with_canaries
-        self._mechanism.release = self._scored
-
-    def remove(self) -> None:
-        self._mechanism.clipped_sum = self._clipped_sum
-        self._mechanism.release = self._release
+        return patch.multiple(
+            self._mechanism, clipped_sum=self._with_canaries, release=self._scored
+        )
 
     def _with_canaries(self, gradients: PerSampleGradients) -> Sums:
         total: Sums = self._clipped_sum(gradients)
@@ -195,11 +176,10 @@ class _Planted:
         if not first:  # another piece of a batch
             return total
         self._now = self._directions()
-        plan = self._run.plan
         drawn = self.coins & (self._coins.random(len(self.coins)) < self._rate)
         if not drawn.any():
             return total
-        length = _LENGTH * plan.method.clip_norm
+        length = _LENGTH * self._run.plan.method.clip_norm
         rows = self._now[torch.from_numpy(drawn).to(self._now.device)] * length
         more: Sums = self._clipped_sum(self._as_gradients(rows))
         return {name: value + more[name] for name, value in total.items()}
@@ -222,13 +202,15 @@ class _Planted:
         self.scores += score.cpu().numpy()
         return released
 
+    def _parts(self, rows: Tensor) -> dict[str, Tensor]:
+        """What rows have of each parameter, (n, numel): views of them."""
+        sizes = [parameter.numel() for parameter in self._trained.values()]
+        return dict(zip(self._trained, rows.split(sizes, dim=1), strict=True))
+
     def _as_gradients(self, rows: Tensor) -> PerSampleGradients:
         shapes = {name: p.shape for name, p in self._trained.items()}
-        pieces = rows.split([shape.numel() for shape in shapes.values()], dim=1)
-        terms = {
-            name: [Rows(piece.reshape(-1, *shape))]
-            for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
-        }
+        parts = self._parts(rows).items()
+        terms = {name: [Rows(part.reshape(-1, *shapes[name]))] for name, part in parts}
         return PerSampleGradients(shapes, terms, len(rows), like=rows)
 
     def _directions(self) -> Tensor:
@@ -244,16 +226,10 @@ class _Planted:
             now -= (now @ flat.T) @ flat
             now[: self.inside] = flat[: self.inside]
         elif carriers := mechanism.carriers():
-            self.inside = len(now) // 2
-            names, start = [*self._trained], 0
-            for name in names:
-                shape = self._trained[name].shape
-                end = start + shape.numel()
-                if name in carriers:
-                    left, right = carriers[name]
-                    x = now[: self.inside, start:end].reshape(-1, left.shape[0], right.shape[1])
-                    across = left @ (left.T @ x)
-                    x = across + (x - across) @ right.T @ right
-                    now[: self.inside, start:end] = x.flatten(1)
-                start = end
+            self.inside, parts = len(now) // 2, self._parts(now)
+            for name, (left, right) in carriers.items():
+                part = parts[name][: self.inside]
+                x = part.reshape(-1, left.shape[0], right.shape[1])
+                across = left @ (left.T @ x)
+                part.copy_((across + (x - across) @ right.T @ right).flatten(1))
         return nn.functional.normalize(now, dim=1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scipy.stats import binom, chi2, norm
+import numpy as np
 
 from dpspan.support.strict_json import plain
 
@@ -13,7 +13,7 @@ from dpspan.support.strict_json import plain
 RARE = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One thing that was measured. `part` is 'sensitivity', 'noise' or 'sampler'."""
 
@@ -24,10 +24,8 @@ class Check:
     passed: bool
 
     def __str__(self) -> str:
-        said = "ok  " if self.passed else "FAIL"
-        return (
-            f"{said} {self.part:<11} {self.name}: {self.measured:.4g} (declared: {self.declared})"
-        )
+        told = f"{self.part:<11} {self.name}: {self.measured:.4g} (declared: {self.declared})"
+        return f"{'ok  ' if self.passed else 'FAIL'} {told}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +59,7 @@ class StepAudit:
         return "\n".join(self.lines())
 
 
-def rare_normal(value: float, among: int = 1) -> bool:
-    """Whether a standard normal number, the largest of so many, is as large as this too seldom."""
-    return not math.isfinite(value) or 2 * float(norm.sf(abs(value))) * among < RARE
-
-
-def rare_square(total: float, freedom: float, among: int = 1) -> bool:
-    """The same of a χ² number, in both directions."""
-    if not math.isfinite(total):
-        return True
-    tail = min(float(chi2.sf(total, freedom)), float(chi2.cdf(total, freedom)))
-    return 2 * tail * among < RARE
-
-
-def rare_count(count: int, of: int, probability: float) -> bool:
-    """The same of a binomial number."""
-    law = binom(of, probability)
-    return 2 * min(float(law.sf(count - 1)), float(law.cdf(count))) < RARE
+def rare(law: Any, value: float, among: int = 1) -> bool:
+    """Whether a number of this law, the most extreme of so many, is as extreme too seldom."""
+    tail = min(law.sf(np.nextafter(value, -np.inf)), law.cdf(value))  # itself counts on both sides
+    return not math.isfinite(value) or bool(2 * tail * among < RARE)

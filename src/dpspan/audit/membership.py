@@ -6,7 +6,6 @@ samples and the attack is evaluated on the other.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
@@ -177,14 +176,28 @@ def _roc(inside: Array, outside: Array) -> tuple[Array, Array, Array]:
 def _losses(
     name: str, source: object, losses_of: SampleLosses, model: nn.Module, batch_size: int
 ) -> Array:
-    """One loss per sample of a set, in double precision."""
-    tensor = next(chain(model.parameters(), model.buffers()), None)
-    device = torch.device("cpu") if tensor is None else tensor.device
+    """One loss per sample of a set, in double precision, so many samples at a time."""
+    if isinstance(source, PrivateLoader):
+        raise TypeError(
+            f"The {name} were given as a PrivateLoader, which draws records at random and leaves "
+            "some out: give its dataset, or a DataLoader over its dataset."
+        )
+    if isinstance(source, Dataset):
+        source = DataLoader(source, batch_size=batch_size)
+    tensor = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     pieces = [np.empty(0)]
-    for inputs, labels in _batches(name, source, batch_size):
-        samples = len(tree_leaves(inputs)[0])
-        losses = losses_of(model, move(inputs, device), move(labels, device))
-        pieces.append(check_one_each(losses, samples).double().cpu().numpy())
+    try:
+        for batch in read(source):
+            count = len(tree_leaves(batch)[0])
+            for start in range(0, count, batch_size):
+                some = tree_map(itemgetter(slice(start, start + batch_size)), batch)
+                inputs, *labels = move(some, tensor.device)
+                losses = losses_of(model, inputs, labels[0] if labels else None)
+                losses = check_one_each(losses, min(batch_size, count - start))
+                pieces.append(losses.double().cpu().numpy())
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This was said of the {name}.")
+        raise
     found = np.concatenate(pieces)
     if len(found) < FEWEST:
         raise ValueError(
@@ -198,23 +211,3 @@ def _losses(
             "large: look for NaN in the weights of the model, and leave out samples that hold NaN."
         )
     return found
-
-
-def _batches(name: str, source: object, batch_size: int) -> Iterator[tuple[Any, Any]]:
-    """The samples of a set, so many at a time, as (inputs, labels or None)."""
-    if isinstance(source, PrivateLoader):
-        raise TypeError(
-            f"The {name} were given as a PrivateLoader, which draws records at random and leaves "
-            "some out: give its dataset, or a DataLoader over its dataset."
-        )
-    if isinstance(source, Dataset):
-        source = DataLoader(source, batch_size=batch_size)
-    try:
-        for batch in read(source):
-            for start in range(0, len(tree_leaves(batch)[0]), batch_size):
-                some = itemgetter(slice(start, start + batch_size))
-                inputs, *labels = tree_map(some, batch)
-                yield inputs, labels[0] if labels else None
-    except (TypeError, ValueError) as error:
-        error.add_note(f"This was said of the {name}.")
-        raise

@@ -5,18 +5,19 @@ or, in a step, what was released less what was summed.
 """
 
 import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
-from typing import Any, Self
+from typing import Self
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from scipy.special import ndtr
+from scipy.stats import binom, chi2, norm
 from torch import Tensor
 
-from dpspan.audit.findings import Check, rare_count, rare_normal, rare_square
+from dpspan.audit.findings import Check, rare
 from dpspan.engine.private_step import PrivateRun
 from dpspan.mechanisms.base import Sums
 from dpspan.public.fingerprints import Array
@@ -42,20 +43,15 @@ class NoiseWatch:
 
     def _drawn(self, like: Sums) -> Sums:
         """What the release of nothing is."""
-        noise: Any = self._run._noise
+        noise, add = self._run._noise, self._run._noise.add
         nothing = {n: torch.zeros_like(x, dtype=torch.float64) for n, x in like.items()}
-        add = noise.add
 
         def watched(parts: Mapping[str, Tensor], std: float) -> dict[str, Tensor]:
             self.std |= dict.fromkeys(parts, std)
-            result: dict[str, Tensor] = add(parts, std)
-            return result
+            return add(parts, std)
 
-        noise.add = watched
-        try:
+        with patch.object(noise, "add", watched):
             return self._run.mechanism.release(nothing, noise, self._run.plan.noise_multiplier)
-        finally:
-            noise.add = add
 
     def draw(self, most: int | None = None) -> Array:
         """The noise of one more release, of so many numbers of each part."""
@@ -68,15 +64,6 @@ class NoiseWatch:
         flat = [noise[name].detach().double().flatten() / self.std[name] for name in self._like]
         numbers: Array = torch.cat(flat).cpu().numpy()
         return numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredNoise:
-    """Checks, the std of each part as it was measured, and how wrong that may be, relatively."""
-
-    checks: tuple[Check, ...]
-    std: Mapping[str, float]
-    error: float
 
 
 class _Products:
@@ -107,104 +94,78 @@ class _Products:
         return float(products[first, second]), int(first), int(second)
 
 
-@dataclass
-class _Drawn:
-    """What is kept of fresh draws, and of those that real steps made, which have names."""
+class MeasuredNoise:
+    """Thousands of fresh draws, and those that real steps made, which have names."""
 
-    draws: int
-    squares: Array
-    sums: Array
-    across: _Products  # of parts
-    kept: dict[str, Array]
-    fourth: float = 0.0
-    beyond: dict[float, int] = field(default_factory=lambda: dict.fromkeys(_TAILS, 0))
-
-    @classmethod
-    def by(cls, watch: NoiseWatch, steps: Mapping[str, Array]) -> Self:
+    def __init__(self, watch: NoiseWatch, steps: Mapping[str, Array]) -> None:
+        self._watch, self._kept = watch, dict(steps)
         size = int(watch.ends[-1])
-        draws = max(_COMPARED, min(_DRAWS, _NUMBERS // size))
-        found = cls(draws, np.zeros(size), np.zeros(size), _Products(), dict(steps))
-        for number in range(draws):
+        self._draws = max(_COMPARED, min(_DRAWS, _NUMBERS // size))
+        self._sums, self._squares, self._across = np.zeros(size), np.zeros(size), _Products()
+        self._fourth, self._beyond = 0.0, np.zeros(len(_TAILS), dtype=int)
+        for number in range(self._draws):
             x = watch.draw()
+            square = x * x
+            self._sums += x
+            self._squares += square
+            self._fourth += float(square @ square)
+            far = square[square > _TAILS[0] ** 2]
+            self._beyond += [int((far > at**2).sum()) for at in _TAILS]
             if number < _COMPARED:
-                found.kept[f"draw {number + 1}"] = x[:LONGEST].copy()
+                self._kept[f"draw {number + 1}"] = x[:LONGEST].copy()
             if number < _CROSSED:
-                found.across.add([x[a:b] for a, b in pairwise(watch.ends)])
-            found.sums += x
-            found._add(x * x)
-        return found
+                self._across.add([x[a:b] for a, b in pairwise(watch.ends)])
+        # Parts that asked for the same std have it from all of their numbers.
+        self._numbers = self._draws * np.diff(watch.ends)
+        self._totals = np.add.reduceat(self._squares, watch.ends[:-1])
+        asked, self.std, fewest = np.array([watch.std[n] for n in watch.parts]), {}, math.inf
+        for name, own in zip(watch.parts, asked, strict=True):
+            alike = asked == own
+            count = self._numbers[alike].sum()
+            self.std[name] = own * math.sqrt(self._totals[alike].sum() / count)
+            fewest = min(fewest, count)
+        self.error = 5 / math.sqrt(2 * fewest)  # of any std here, relatively
 
-    def _add(self, square: Array) -> None:
-        self.squares += square
-        self.fourth += float(square @ square)
-        far = square[square > _TAILS[0] ** 2]
-        for at in _TAILS:
-            self.beyond[at] += int((far > at**2).sum())
-
-
-def measure_noise(watch: NoiseWatch, steps: Mapping[str, Array]) -> MeasuredNoise:
-    """From fresh draws, and from those that real steps made, which have names."""
-    size, names, ends = int(watch.ends[-1]), watch.parts, watch.ends
-    found = _Drawn.by(watch, steps)
-    draws, squares, kept = found.draws, found.squares, found.kept
-    checks: list[Check] = []
-
-    def check(name: str, measured: float, declared: str, rare: bool) -> None:
-        passed, measured = not rare, float(measured)
-        checks.append(
-            Check(part="noise", name=name, measured=measured, declared=declared, passed=passed)
-        )
-
-    totals, numbers = np.add.reduceat(squares, ends[:-1]), draws * np.diff(ends)
-    surplus = (totals - numbers) / np.sqrt(2 * numbers)  # in std errors
-    extremes: tuple[Callable[..., Any], ...] = (np.argmin, np.argmax)
-    for extreme in extremes if not watch.unknown else ():
-        part = int(extreme(surplus))
-        rare = rare_square(totals[part], numbers[part], len(names))
-        ratio = math.sqrt(totals[part] / numbers[part])
-        check(f"std of {names[part]}, of what was asked for", ratio, "1", rare)
-    place = int(np.argmin(squares))
-    where = names[int(np.searchsorted(ends, place, side="right")) - 1]
-    rare = rare_square(squares[place], draws, size)
-    check(f"variance of a number in {where}", squares[place] / draws, "1", rare)
-    means = np.add.reduceat(found.sums, ends[:-1]) / np.sqrt(numbers)
-    mean = means[int(np.argmax(np.abs(means)))]
-    check("largest mean of a part, in std errors", mean, "small", rare_normal(mean, len(names)))
-    count = draws * size
-    excess = (found.fourth / count - 3) / math.sqrt(96 / count)
-    check("kurtosis, in std errors", excess, "small", rare_normal(excess))
-    for at, times in found.beyond.items():
-        law = 2 * float(ndtr(-at))
-        rare = rare_count(times, count, law)
-        check(f"numbers beyond {at:g} std", times, f"{count * law:.1f}", rare)
-    value, *_ = found.across.largest()
-    rare = rare_normal(value, len(names) ** 2)
-    check("correlation of two parts, in std errors", value, "small", rare)
-    value, first, second = _Products().add([*kept.values()]).largest()
-    pair, rare = f"{[*kept][first]} and {[*kept][second]}", rare_normal(value, len(kept) ** 2)
-    check(f"correlation of {pair}, in std errors", value, "small", rare)
-    # Parts that asked for the same std have it from all of their numbers.
-    asked, std = np.array([watch.std[name] for name in names]), {}
-    for name, own in zip(names, asked, strict=True):
-        alike = asked == own
-        std[name] = own * math.sqrt(totals[alike].sum() / numbers[alike].sum())
-    fewest = min(numbers[asked == own].sum() for own in asked)
-    return MeasuredNoise(checks=tuple(checks), std=std, error=5 / math.sqrt(2 * fewest))
+    def checks(self) -> Iterator[Check]:
+        """The std of each part and number, mean, kurtosis, tails, correlations."""
+        check, names, ends = partial(Check, "noise"), self._watch.parts, self._watch.ends
+        totals, numbers = self._totals, self._numbers
+        surplus = (totals - numbers) / np.sqrt(2 * numbers)  # in std errors
+        for part in () if self._watch.unknown else {int(surplus.argmin()), int(surplus.argmax())}:
+            sound = not rare(chi2(numbers[part]), totals[part], len(names))
+            ratio = math.sqrt(totals[part] / numbers[part])
+            yield check(f"std of {names[part]}, of what was asked for", ratio, "1", sound)
+        place, size = int(np.argmin(self._squares)), len(self._squares)
+        where = names[int(np.searchsorted(ends, place, side="right")) - 1]
+        least = float(self._squares[place])
+        sound = not rare(chi2(self._draws), least, size)
+        yield check(f"variance of a number in {where}", least / self._draws, "1", sound)
+        means = np.add.reduceat(self._sums, ends[:-1]) / np.sqrt(numbers)
+        mean = float(means[np.argmax(np.abs(means))])
+        sound = not rare(norm, mean, len(names))
+        yield check("largest mean of a part, in std errors", mean, "small", sound)
+        count = self._draws * size
+        excess = (self._fourth / count - 3) / math.sqrt(96 / count)
+        yield check("kurtosis, in std errors", excess, "small", not rare(norm, excess))
+        for at, times in zip(_TAILS, self._beyond.tolist(), strict=True):
+            law = binom(count, 2 * norm.sf(at))
+            declared, sound = f"{law.mean():.1f}", not rare(law, times)
+            yield check(f"numbers beyond {at:g} std", times, declared, sound)
+        draws, kept = _Products().add([*self._kept.values()]), [*self._kept]
+        for products, of in (self._across, len(names)), (draws, len(kept)):
+            value, first, second = products.largest()
+            pair = "two parts" if products is self._across else f"{kept[first]} and {kept[second]}"
+            sound = not rare(norm, value, of**2)
+            yield check(f"correlation of {pair}, in std errors", value, "small", sound)
 
 
 def drawn_by_a_fork(watch: NoiseWatch) -> dict[str, Array]:
     """What a forked process would add at its next release, and what this one would."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:  # nothing of torch's threads is left here: numbers, and out
-        try:
-            noise = watch.draw(most=_FORKED)
-            with os.fdopen(writing, "wb") as pipe:
-                pipe.write(noise.tobytes())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        numbers = np.frombuffer(pipe.read())
-    os.waitpid(child, 0)
+    processes = multiprocessing.get_context("fork")  # where nothing of torch's threads is left
+    reading, writing = processes.Pipe(duplex=False)
+    child = processes.Process(target=lambda: writing.send(watch.draw(most=_FORKED)), daemon=True)
+    child.start()
+    writing.close()
+    numbers: Array = reading.recv()
+    child.join()
     return {"a forked process": numbers, "its parent": watch.draw(most=_FORKED)}

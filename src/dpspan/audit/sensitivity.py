@@ -8,8 +8,9 @@ get their noise: nothing is released, and the weights stay.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +34,11 @@ _ROUNDING = 1e-3  # of the declared sensitivity
 
 
 class _Stop(Exception):
-    """Raised in place of a release."""
-
-    def __init__(self, total: Sums) -> None:
-        self.total = total
+    """Raised in place of a release, with what it would have been about."""
 
 
-@contextmanager
-def stopping_at_release(run: PrivateRun) -> Iterator[None]:
-    """A step ends with an error that holds what it would have released, without noise."""
-    mechanism: Any = run.mechanism
-    release = mechanism.release
-
-    def stop(total: Sums, *_: Any) -> Sums:
-        raise _Stop({name: value.detach().double().clone() for name, value in total.items()})
-
-    mechanism.release = stop
-    try:
-        yield
-    finally:
-        mechanism.release = release
+def _stop(total: Sums, *_: Any) -> Sums:
+    raise _Stop({name: value.detach().double().clone() for name, value in total.items()})
 
 
 class Batches:
@@ -74,19 +60,20 @@ class Batches:
         run.loader._seed = None  # this batch is not the loader's, and seeded on purpose
         if not counts:
             run._capture.batch.live = size - 1
-        with stopping_at_release(run), seeded(self._seed):
+        with patch.object(run.mechanism, "release", _stop), seeded(self._seed):
             self._optimizer.zero_grad()
             (self._loss(run._module, batch) * steepness).backward()
             try:
                 self._optimizer.step()
             except _Stop as stopped:
-                return stopped.total
+                total: Sums = stopped.args[0]
+                return total
         raise RuntimeError("The optimizer's step released nothing: it must call the private step.")
 
     def canaries(self) -> dict[str, list[Any]]:
         """Records by their kind. Of whole numbers alone (words) there are no huge ones."""
         generator = torch.Generator().manual_seed(self._seed)
-        if not _has_reals(self.last):
+        if not any(map(_is_real, tree_leaves(self.last))):
             return {"other records": self._others[:_SOME]}
 
         def normal(size: float) -> Content:
@@ -100,9 +87,7 @@ class Batches:
         near = self._of_public() or self._others[:_SOME]
         return {
             "random": [exchanged(self.last, normal(1.0))],
-            "near the span": [
-                exchanged(each, lambda x: x + normal(1e-3)(x).to(x)) for each in near
-            ],
+            "near the span": [exchanged(r, lambda x: x + normal(1e-3)(x).to(x)) for r in near],
             "far outside": [exchanged(self.last, normal(100.0))],
             "huge": [exchanged(self.last, normal(1e12))],
             "NaN": [exchanged(self.last, lambda x: torch.full_like(x, math.nan))],
@@ -126,20 +111,17 @@ def exchanged(record: Any, content: Content) -> Any:
     """A record with other content: its real numbers by `content`, whole ones as they are."""
 
     def other(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if not _is_real(leaf):
+            return leaf
+        if isinstance(leaf, Tensor):
             return content(leaf)
-        if isinstance(leaf, float):
-            return float(content(torch.tensor(leaf, dtype=torch.float64)))
-        return leaf
+        return float(content(torch.tensor(leaf, dtype=torch.float64)))
 
     return tree_map(other, record)
 
 
-def _has_reals(record: Any) -> bool:
-    return any(
-        isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point())
-        for x in tree_leaves(record)
-    )
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, float) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 def sensitivity_checks(batches: Batches, noise: MeasuredNoise, z: float) -> Iterator[Check]:
@@ -150,24 +132,16 @@ def sensitivity_checks(batches: Batches, noise: MeasuredNoise, z: float) -> Iter
         total = z * math.hypot(*(m / std if std else math.inf for m, std in parts if m))
         return math.inf if math.isnan(total) else total
 
+    check, most = partial(Check, "sensitivity"), 1 + noise.error + _ROUNDING
     trials = {kind: (some, 1.0) for kind, some in batches.canaries().items()}
     trials["steep loss"] = ([batches.last], _STEEP)
-    before: dict[float, Sums] = {}
-    most = 1 + noise.error + _ROUNDING
     for kind, (canaries, steepness) in trials.items():
-        if steepness not in before:
-            before[steepness] = batches.sums(batches.last, counts=False, steepness=steepness)
-        moved = added = 0.0
+        sums = partial(batches.sums, steepness=steepness)
+        before, moved, added = sums(batches.last, counts=False), 0.0, 0.0
         for canary in canaries:
-            without = batches.sums(canary, counts=False, steepness=steepness)
-            counted = batches.sums(canary, counts=True, steepness=steepness)
-            moved = max(moved, length(without, before[steepness]))
-            added = max(added, length(counted, without))
-        yield _check(f"others moved by a canary ({kind})", moved, "0", moved <= _ROUNDING)
-        yield _check(
-            f"of a canary ({kind}), of the declared one", added, "at most 1", added <= most
-        )
-
-
-def _check(name: str, measured: float, declared: str, passed: bool) -> Check:
-    return Check(part="sensitivity", name=name, measured=measured, declared=declared, passed=passed)
+            without = sums(canary, counts=False)
+            moved = max(moved, length(without, before))
+            added = max(added, length(sums(canary, counts=True), without))
+        yield check(f"others moved by a canary ({kind})", moved, "0", moved <= _ROUNDING)
+        name = f"of a canary ({kind}), of the declared one"
+        yield check(name, added, "at most 1", added <= most)

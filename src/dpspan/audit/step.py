@@ -7,12 +7,13 @@ batches are drawn. Cheap, and sharp: a tenth of noise missing, or of clip too mu
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpspan.audit.findings import StepAudit
-from dpspan.audit.noise import LONGEST, NoiseWatch, drawn_by_a_fork, measure_noise
+from dpspan.audit.noise import LONGEST, MeasuredNoise, NoiseWatch, drawn_by_a_fork
 from dpspan.audit.sampler import sampler_checks
 from dpspan.audit.sensitivity import Batches, Loss, sensitivity_checks
 from dpspan.engine.engine import PrivacyEngine
@@ -40,56 +41,55 @@ def audit_step(prepare: Callable[[], Prepared], loss: Loss, *, seed: int = 0) ->
         seed: of the canaries, and of dropout while they are exchanged.
     """
     seed = check_seed(seed)
-    watch, releases, notes = None, dict[str, Array](), []
+    releases, notes = dict[str, Array](), list[str]()
     for number in (1, 2):
-        engine, module, optimizer, loader = prepare()
+        prepared = engine, _, optimizer, loader = prepare()
         run = engine._running()
         z = run.plan.noise_multiplier
         expect(z > 0, "a run with noise to audit", z)
         expect(run.plan.unit == "record", "each record to be its own unit", run.plan.unit)
         expect(run.processes.world == 1, "one process: audit before torchrun", run.processes.world)
         expect(run._graphs is None, "a run without cuda_graphs, to look into its steps", True)
-        sums, noise = _real_steps(run, module, optimizer, loader, loss)
+        sums, noise = _real_steps(run, prepared, loss)
         watch = NoiseWatch(run, sums)
         for i, each in enumerate(noise):
             releases[f"step {i + 1} of run {number}"] = watch.scaled(each)[:LONGEST].copy()
         if number == 1:
             engine.detach()
-    assert watch is not None
     if hasattr(os, "fork") and all(x.device.type == "cpu" for x in sums.values()):
         releases |= drawn_by_a_fork(watch)
     else:
         notes.append("noise of forked processes was not compared: there are none here")
     notes += [f"{name}: no std was declared for its noise" for name in sorted(watch.unknown)]
-    measured = measure_noise(watch, releases)
+    measured = MeasuredNoise(watch, releases)
     sensitivity = sensitivity_checks(Batches(run, optimizer, loss, seed), measured, z)
-    checks = (*sensitivity, *measured.checks, *sampler_checks(loader))
+    checks = (*sensitivity, *measured.checks(), *sampler_checks(loader))
     engine.detach()
     return StepAudit(checks=checks, notes=tuple(notes))
 
 
-def _real_steps(
-    run: PrivateRun, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader, loss: Loss
-) -> tuple[Sums, list[Sums]]:
+def _real_steps(run: PrivateRun, prepared: Prepared, loss: Loss) -> tuple[Sums, list[Sums]]:
     """Train for some steps; what was summed last, and what each release added."""
-    mechanism: Any = run.mechanism
-    release, summed, noise = mechanism.release, dict[str, Tensor](), list[Sums]()
+    release, summed, noise = run.mechanism.release, dict[str, Tensor](), list[Sums]()
 
     def watched(total: Sums, *rest: Any) -> Sums:
         summed.update({name: value.clone() for name, value in total.items()})
-        released: Sums = release(total, *rest)
+        released = release(total, *rest)
         noise.append({name: released[name] - value for name, value in summed.items()})
         return released
 
-    mechanism.release = watched
-    try:
-        while len(noise) < _STEPS:
-            for batch in loader:
-                optimizer.zero_grad()
-                loss(module, batch).backward()
-                optimizer.step()
-                if len(noise) >= _STEPS:
-                    break
-    finally:
-        mechanism.release = release
+    with patch.object(run.mechanism, "release", watched):
+        take_steps(prepared, loss, lambda: len(noise) >= _STEPS)
     return summed, noise
+
+
+def take_steps(prepared: Prepared, loss: Loss, enough: Callable[[], bool]) -> None:
+    """Train as a user's loop does, until it is enough."""
+    _, module, optimizer, loader = prepared
+    while not enough():
+        for batch in loader:
+            optimizer.zero_grad()
+            loss(module, batch).backward()
+            optimizer.step()
+            if enough():
+                break

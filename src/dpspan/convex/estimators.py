@@ -27,6 +27,7 @@ from dpspan.convex.rows import Array, Rows, no_echo
 from dpspan.convex.scaling import Preparation, Scaling, scaling_of
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
+from dpspan.support.secure import SECURE
 from dpspan.support.units import Units
 
 _ZERO_OUT = "one {0} counted or not (then zero in every sum), the number of {0}s being fixed"
@@ -64,6 +65,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     fit_intercept: bool = True
     accountant: str | None = None
     random_state: Any = None
+    secure_mode: bool = False
     verbose: int = 0
 
     def fit(
@@ -117,7 +119,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             clip=clip,
             noise_multiplier=z,
             ledger=ledger,
-            noise=GaussianNoise(self._seed()),
+            noise=GaussianNoise(self._seed(), secure=self.secure_mode),
             start=public_start(known) if self.start == "public" else zero,
             watch=partial(track, description="private steps") if self.verbose else iter,
         )
@@ -179,6 +181,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _seed(self) -> int | None:
         given = self.random_state
+        none = "no random_state, which says what to draw, beside secure_mode"
+        expect(not self.secure_mode or given is None, none, given)
         return None if given is None else int(check_random_state(given).randint(2**31))
 
     def _opened(self, ledger: Ledger | None) -> Ledger:
@@ -223,6 +227,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             "divisor": fit.records.divisor,
             "noise_multiplier": fit.noise_multiplier,
         }
+        if self.secure_mode:
+            training["noise"] = SECURE
         if fit.ledger.unit == "unit":
             training |= {"unit": "all records of one id", "records_per_unit": "all"}
         adjacency = _ZERO_OUT.format(fit.ledger.unit) if self.records is None else None

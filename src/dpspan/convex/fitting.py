@@ -21,6 +21,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.convex.losses import Records
 from dpspan.convex.rows import Array
 from dpspan.support.checks import check_number, check_positive, expect, shown
+from dpspan.support.secure import SecureGenerator
 
 _SMALLEST, _LARGEST = 1e-100, 1e100  # clips: their squares, which noise is made of, stay exact
 
@@ -79,8 +80,8 @@ def schedule_of(given: Any) -> ClipSchedule:
 class GaussianNoise:
     """Draws the noise of one fit: seeded from OS entropy, or by a seed, and then not private."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._generator = np.random.default_rng(seed)
+    def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
+        self._generator = SecureGenerator() if secure else np.random.default_rng(seed)
 
     def normal(self, size: int, std: float) -> Array:
         """N(0, std²·I)."""

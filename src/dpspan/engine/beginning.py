@@ -106,6 +106,7 @@ def _loader(plan: Plan, given: Given, processes: Processes) -> PrivateLoader:
         seed=given.seed,
         padded=given.cuda_graphs,
         units=given.units,
+        secure=plan.secure_mode,
     )
 
 

@@ -32,7 +32,8 @@ class PrivacyEngine:
     `ledger` shares a budget with other releases from the same data. `debug_seed` fixes noise and
     sampling; the certificate then says that the run is not private. Where torch.distributed knows
     several processes, they train one model together, or those of the group `processes` do.
-    `secure_mode` is Opacus' and refused when set.
+    With `secure_mode` noise and batches come from a cryptographic generator, and released numbers
+    are hardened against attacks on their last bits; that takes time, and no seed.
     """
 
     def __init__(
@@ -44,14 +45,13 @@ class PrivacyEngine:
         processes: ProcessGroup | None = None,
         secure_mode: bool = False,
     ) -> None:
-        if secure_mode:
+        if secure_mode and debug_seed is not None:
             raise ValueError(
-                "secure_mode=True (noise from a cryptographic generator) is not available. Noise "
-                "comes from an ordinary generator, seeded from OS entropy; see docs/privacy.md for "
-                "what that does and does not cover."
+                "secure_mode=True draws what nobody can know, and debug_seed says what to draw: "
+                "leave one of them out."
             )
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
-        self._seed, self._group = debug_seed, processes
+        self._seed, self._group, self._secure = debug_seed, processes, secure_mode
         if debug_seed is not None:
             self.ledger.invalidate("noise and sampling were drawn from a fixed debug_seed")
         self.processes = Processes()
@@ -135,6 +135,7 @@ class PrivacyEngine:
                 views=views,
                 units=units,
                 accountant=self.ledger.accountant,
+                secure_mode=self._secure,
             )
         given = Given(
             module=module,

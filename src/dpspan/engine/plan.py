@@ -17,6 +17,7 @@ from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
+from dpspan.support.secure import SECURE
 from dpspan.support.sharded import name_of
 from dpspan.support.units import Ids, Units
 
@@ -47,6 +48,7 @@ class Plan:
     accountant: str
     tells_records: bool  # the number of records, or of units, follows from `sampling`
     records_per_unit: int | None = None  # most of one unit in a step; None: each is its own unit
+    secure_mode: bool = False  # whether noise and batches come from a cryptographic generator
     epochs: int | None = None  # how many were asked for, and what they may cost
     budget: Budget | None = None
     public: tuple[str, ...] = field(default=(), compare=False)  # what is used, in words
@@ -91,6 +93,7 @@ class Plan:
         most = self.records_per_unit
         return {
             **({} if most is None else {"unit": _UNIT, "records_per_unit": most}),
+            **({"noise": SECURE} if self.secure_mode else {}),
             **self.method.describe(),
             "noise_multiplier": self.noise_multiplier,
             "sampling": repr(self.sampling),
@@ -126,7 +129,7 @@ class Plan:
             "sampling": f"{self.sampling!r}, divided by L = {self.expected_batch_size:g}",
             "event": f"{self.event}; {steps}",
             "unit": f"{_UNIT}, of which a step uses at most {self.records_per_unit}",
-            "noise": f"z = {self.noise_multiplier:g}",
+            "noise": f"z = {self.noise_multiplier:g}" + f", {SECURE}" * self.secure_mode,
             "expected ε": self._expected(),
             "public": "; ".join(self.public) or "nothing",
         }
@@ -192,12 +195,13 @@ def plan_run(
     views: int,
     accountant: str,
     units: Units | None = None,
+    secure_mode: bool = False,
 ) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
-    if noise_multiplier == 0 and not non_private:
+    if noise_multiplier == 0 and (secure_mode or not non_private):
         raise ValueError(
             "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
-            "non_private=True; the certificate will say so."
+            "non_private=True, and no secure_mode; the certificate will say so."
         )
     sampling = plan_sampling(data_loader, poisson_sampling, sample_rate, units)
     sampling.event(noise_multiplier)  # which refuses what is no noise multiplier
@@ -217,4 +221,5 @@ def plan_run(
         accountant=accountant,
         tells_records=sample_rate is None,
         records_per_unit=None if units is None else units.most,
+        secure_mode=secure_mode,
     )

@@ -46,7 +46,8 @@ class PrivateRun:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
         self._module, self._ledger, self.processes = setting.model, ledger, setting.processes
         # Not the numbers of the sampling; and processes draw the noise of different shards.
-        self._noise = Noise(None if seed is None else seed + 1 + (self.processes.rank << 40))
+        own = None if seed is None else seed + 1 + (self.processes.rank << 40)
+        self._noise = Noise(own, secure=plan.secure_mode)
         self._capture = Capture(self._module, self.processes)
         self._mean_loss = plan.loss_reduction == "mean"
         self._graphs: Graphs | None = None

@@ -33,9 +33,11 @@ from dpspan.support.checks import check_count, expect
 from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
+from dpspan.support.secure import SecureGenerator
 from dpspan.support.units import Units
 
 Array = np.ndarray[Any, Any]
+AnyGenerator = np.random.Generator | SecureGenerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class PoissonDraw:
     def event(self, noise_multiplier: float) -> DpEvent:
         return step_event(noise_multiplier, self.sample_rate)
 
-    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: AnyGenerator) -> Iterator[Tensor]:
         for _ in range(self.steps_per_epoch):
             # float64: the 24 bits of a float32 uniform would round a small sample_rate visibly.
             drawn = generator.random(self.records) < self.sample_rate
@@ -100,7 +102,7 @@ class PartitionDraw:
     def event(self, noise_multiplier: float) -> DpEvent:
         return gaussian_event(noise_multiplier)
 
-    def epoch(self, generator: np.random.Generator) -> Iterator[Tensor]:
+    def epoch(self, generator: AnyGenerator) -> Iterator[Tensor]:
         choice = generator.integers(self.batches, size=self.records)
         for batch in range(self.batches):
             yield torch.from_numpy(np.flatnonzero(choice == batch))
@@ -223,6 +225,7 @@ class PrivateLoader:
         seed: int | None = None,
         padded: bool = False,
         units: Units | None = None,
+        secure: bool = False,
     ) -> None:
         """Keep the loader's dataset, collation and workers; draw its batches by `draw`.
 
@@ -230,7 +233,8 @@ class PrivateLoader:
         With `units` these are drawn, and whoever is drawn brings some records.
 
         `seed` is for debugging: whoever knows it knows who took part in which step. By default it
-        comes from OS entropy, and so does whatever else is drawn meanwhile.
+        comes from OS entropy, and so does whatever else is drawn meanwhile. A `secure` loader draws
+        batches by a cryptographic generator.
         """
         records = records_of(loader)
         known, whose = (records, "dataset") if units is None else (len(units), "units")
@@ -248,6 +252,7 @@ class PrivateLoader:
         # 128 bits, for numpy. torch's CPU generator keeps 32 bits of any seed: few enough to try
         # them all and learn who took part in which step. Never saved.
         self._secret = secrets.randbits(128) if seed is None else seed
+        self._secure = secure
         self._seed: int | None = None  # of torch, for the piece at hand
         self._feed = _Feed()
         begin = FreshWorker(loader.worker_init_fn) if self._fresh else loader.worker_init_fn
@@ -304,7 +309,10 @@ class PrivateLoader:
         # By the number of the pass, as a stream would be read further ahead in one process than in
         # another when an epoch is left early.
         seed = self._secret, self.passes
-        generator = np.random.default_rng(seed)
+        generator: AnyGenerator = np.random.default_rng(seed)
+        if self._secure:  # units' own generators are not, and must not tell anything of the seed
+            generator = SecureGenerator(seed)
+            seed = tuple(generator.integers(1 << 52, size=2).tolist())
         steps = islice(self.draw.epoch(generator), len(self) - self.position)
         limit = self.max_physical_batch_size
         source = self._feed.source = _cut(

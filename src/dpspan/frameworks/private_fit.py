@@ -59,6 +59,7 @@ class Privacy:
             that. Otherwise it is logged nowhere.
         criterion: the loss of public samples, for methods that use their gradients.
         accountant: "pld" or "rdp".
+        secure_mode: as for `PrivacyEngine`.
     """
 
     epsilon: float
@@ -71,6 +72,7 @@ class Privacy:
     unprivate_metrics: bool = False
     criterion: nn.Module | None = None
     accountant: str = "pld"
+    secure_mode: bool = False
 
     def logged_as(self, name: str, *, evaluating: bool) -> str | None:
         """The name under which a number may be logged; None if it may not."""
@@ -104,7 +106,9 @@ class PrivateFit:
         """`steps` tells how many there will be, from how many there are in an epoch."""
         refuse_several_processes()
         self.privacy, self._optimizer, self.over = privacy, optimizer, False
-        self.engine = engine = PrivacyEngine(accountant=privacy.accountant)
+        self.engine = engine = PrivacyEngine(
+            accountant=privacy.accountant, secure_mode=privacy.secure_mode
+        )
         self._ledger_file, self._written = folder / "ledger.json", (-1, 0)
         size, rate = float(loader.batch_size or 0), None
         if privacy.records is not None:

@@ -2,19 +2,27 @@
 
 A float32 generator has no tail: torch's ends at 5.77 σ on a CPU, and whatever lies beyond would
 tell for sure that a record took part. So noise is drawn and added in float64, then rounded.
+
+Which float64 numbers a draw can be tells something too (Mironov, 2012). Secure noise is drawn from
+a cryptographic generator, as a sum, and what it was added to is rounded to a grid that is coarse
+compared with float64 and fine compared with the noise: that is post-processing, and every point of
+the grid is reached in billions of ways.
 """
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dpspan.support.secure import SecureGenerator
+
 _STREAMS = 4  # independent generators of a CPU; a constant, so that a seed fixes the numbers
 _LONG = 1 << 16  # numbers from which on the streams are filled side by side
+_GRID = 16  # its points are the std, rounded down to a power of two, times 2 to minus this apart
 
 
 class Noise:
@@ -22,20 +30,24 @@ class Noise:
 
     Generators are seeded from OS entropy, shared with nothing else (not with a forked process
     either), and never saved: a resumed run draws fresh noise. A fixed `seed` is for debugging, and
-    makes the run not private.
+    makes the run not private. `secure` noise has none; numbers for a GPU are drawn on the CPU.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.seed = seed
+    def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
+        self.seed, self.secure = seed, secure
         self._process = os.getpid()
-        self._streams: list[np.random.Generator] = []
+        self._streams: Sequence[np.random.Generator | SecureGenerator] = []
         self._on_devices: dict[torch.device, torch.Generator] = {}
 
     def add(self, parts: Mapping[str, Tensor], std: float | Tensor) -> dict[str, Tensor]:
         """Each part plus independent N(0, std²) noise, drawn for all of them at once."""
         sizes = [part.numel() for part in parts.values()]
         flat = torch.cat([part.flatten() for part in parts.values()])
-        pieces = self.normal(flat, std).add_(flat).to(flat.dtype).split(sizes)
+        noisy = self.normal(flat, std).add_(flat)
+        if self.secure:
+            step = torch.as_tensor(std).double().log2().floor().sub(_GRID).exp2()
+            noisy = noisy.div_(step).round_().mul_(step)  # exact: it is a power of two
+        pieces = noisy.to(flat.dtype).split(sizes)
         return {
             name: piece.view_as(part)
             for (name, part), piece in zip(parts.items(), pieces, strict=True)
@@ -46,14 +58,16 @@ class Noise:
         if os.getpid() != self._process:  # forked: the other process goes on with these generators
             self._process, self._streams, self._on_devices = os.getpid(), [], {}
         shape, device = like.shape, like.device
-        if device.type == "cpu":
-            return torch.from_numpy(self._on_cpu(like.numel())).view(shape).mul_(std)
+        if device.type == "cpu" or self.secure:
+            numbers = torch.from_numpy(self._on_cpu(like.numel()))
+            return numbers.view(shape).to(device).mul_(std)
         generator = self._on_device(device)
         return torch.randn(shape, generator=generator, dtype=torch.float64, device=device).mul_(std)
 
     def _on_cpu(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         if not self._streams:  # 128 bits of OS entropy; torch's CPU generator keeps 32 of any seed
-            self._streams = np.random.default_rng(self.seed).spawn(_STREAMS)
+            usual = np.random.default_rng(self.seed).spawn(_STREAMS)
+            self._streams = [SecureGenerator() for _ in usual] if self.secure else usual
         if count < _LONG:
             return self._streams[0].standard_normal(count)
         numbers = np.empty(count)

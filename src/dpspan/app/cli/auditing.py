@@ -5,17 +5,20 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
-from dpspan.support.strict_json import plain
+
+if TYPE_CHECKING:
+    from dpspan.app.config import Config
+    from dpspan.app.run import RunFolder
+    from dpspan.app.run.rehearsal import Rehearsal
 
 _AUDITED = "unprivate: an audit (membership inference) of the model was made on private records"
 _STEP = "unprivate: an audit of the step was made on private records before the training"
-_CANARIES = "unprivate: a rehearsal with canaries was made on private records"
 _FOR_YOU = "NOT PRIVATE, for your eyes only"
 
 ConfigFile = Annotated[Path, typer.Argument(help="A configuration; `dpspan init` writes one.")]
@@ -37,6 +40,18 @@ audit = typer.Typer(cls=_Audits, no_args_is_help=True)
 app.add_typer(audit, name="audit", help="Is it as private as it says? Measured, not proved.")
 
 
+def _rehearsed(config: Path, **how: bool) -> tuple[Config, RunFolder, Rehearsal]:
+    """CONFIG, its folder and its rehearsal."""
+    from dpspan.app.config import load_config
+
+    settings = load_config(config)  # what is wrong with it is said before anything slow is imported
+    from dpspan.app.run import RunFolder
+    from dpspan.app.run.rehearsal import Rehearsal
+
+    folder = RunFolder(settings.output.folder)
+    return settings, folder, Rehearsal(settings, folder, **how)
+
+
 @audit.command()
 def step(config: ConfigFile, as_json: Json = False, quiet: Quiet = False) -> None:
     """One step of CONFIG's run: sensitivity, noise and sampler against what is declared.
@@ -45,15 +60,9 @@ def step(config: ConfigFile, as_json: Json = False, quiet: Quiet = False) -> Non
     depend on private records, and the output folder's ledger will mention it. Exit code 1 if
     something was found.
     """
-    from dpspan.app.config import load_config
-
-    settings = load_config(config)
-    from dpspan.app.run import RunFolder
-    from dpspan.app.run.rehearsal import Rehearsal
+    _, folder, rehearsal = _rehearsed(config)
     from dpspan.audit import audit_step
 
-    folder = RunFolder(settings.output.folder)
-    rehearsal = Rehearsal(settings, folder)
     result = audit_step(rehearsal.prepare, rehearsal.loss)
     with folder.locked():
         folder.warn(_STEP)  # on record before anybody sees the outcome
@@ -77,18 +86,13 @@ def canaries(
 ) -> None:
     """A rehearsal of CONFIG's run with canaries: ε is at least so much, with 95 % confidence.
 
-    The model of the rehearsal is thrown away. Exit code 1 if more was measured than the run's
-    ledger declares.
+    It is made with records of noise in the place of the private ones, so that the outcome may be
+    published: the run's certificate and reports show it. Its model is thrown away. Exit code 1 if
+    more was measured than the run's ledger declares.
     """
-    from dpspan.app.config import load_config
-
-    settings = load_config(config)
-    from dpspan.app.run import RunFolder
-    from dpspan.app.run.rehearsal import Rehearsal
+    settings, folder, rehearsal = _rehearsed(config, stand_ins=True)
     from dpspan.audit import audit_canaries
 
-    folder = RunFolder(settings.output.folder)
-    rehearsal = Rehearsal(settings, folder)
     result = audit_canaries(
         rehearsal.prepare,
         rehearsal.loss,
@@ -97,16 +101,20 @@ def canaries(
         canaries=count,
         like=rehearsal.like,
     )
+    outcome = result.describe()
+    del outcome["unprivate"]  # nobody's record was used
+    kept = {key: value for key, value in outcome.items() if key != "epsilon"}
+    at_least = {"epsilon_at_least": result.epsilon, "confidence": 0.95, "of": rehearsal.of}
     with folder.locked():
-        folder.warn(_CANARIES)
+        folder.write_audit(canaries={**at_least, **kept})
     bounds = (
         f"ε ≥ {result.epsilon:.2f} from the released gradients (if the noise is Gaussian "
         f"{result.gaussian:.2f}), ε ≥ {result.black_box:.2f} from the final model alone"
     )
     how = f"each with 95 % confidence, {result.canaries} canaries, δ = {result.delta:g}"
     verdict = "as declared" if result.passed else "MORE THAN DECLARED: do not train with this"
-    said = f"{_FOR_YOU}: {bounds}; {how}. Declared: ε = {result.declared:.2f}, so {verdict}."
-    answer(result.describe(), said, as_json=as_json, quiet=quiet)
+    said = f"{bounds}; {how}. Declared: ε = {result.declared:.2f}, so {verdict}."
+    answer(outcome, said, as_json=as_json, quiet=quiet)
     if not result.passed:
         raise typer.Exit(1)
 
@@ -148,7 +156,7 @@ def membership(
     outcome = {f"unprivate_{name}": value for name, value in asdict(result).items()}
     with folder.locked():
         folder.warn(_AUDITED)  # on record before anybody sees the outcome
-        folder.write_json(folder.audit, plain(outcome))
+        folder.write_audit(**outcome)
     low, high = result.confidence
     found = (
         f"{_FOR_YOU}: the attack tells {result.success_rate:.1%} right "

@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Subset
 
+from dpspan.accounting.ledger import SEARCHED
 from dpspan.app.comparison.results import SCORE, Tried
 from dpspan.app.comparison.search import Search, Try
 from dpspan.app.run.folder import RunFolder, read_json
@@ -34,7 +35,7 @@ def trainings(out: Path, row: str = "*") -> int:
 def note(count: int) -> str:
     """What a certificate says of them."""
     by = f"by {count} trainings on the private records, judged by others of them"
-    return f"unprivate: learning rates were searched {by}; ε counts none of these"
+    return f"{SEARCHED} {by}; ε counts none of these"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,12 +73,21 @@ class DataSection(Section):
 
 
 class BudgetSection(Section):
-    """(ε, δ) for the whole run, or a noise multiplier whose ε at δ is then reported."""
+    """(ε, δ) for the whole run, or a noise multiplier whose ε at δ is then reported.
+
+    With `secure_mode` noise and batches come from a cryptographic generator.
+    """
 
     epsilon: Positive | None = None
     noise_multiplier: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=LARGEST_DELTA)]
     accountant: Literal["pld", "rdp"] = "pld"
+    secure_mode: bool = False
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without a setting that older folders do not know, if it is not used."""
+        return {key: value for key, value in dump(self).items() if key != "secure_mode" or value}
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

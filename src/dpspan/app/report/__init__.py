@@ -73,6 +73,8 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "pictures": figures.pictures(found, metric, loss, values),
         "spent": _alone(most.certificate),
         "unit": unit,
+        "audited": [run for run in runs if run.audit_bound is not None],
+        "unaudited": sum(run.private_steps and run.audit_bound is None for run in runs),
         "records_told": any(each.get("discloses_number_of_records") for each in certificates),
         "guess": best_guess(epsilon, delta),
         "detection": detection(epsilon, delta, 0.01),

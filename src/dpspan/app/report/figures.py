@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +35,10 @@ def pictures(
     """All that there is something to draw for, by name; `values` are what each group reached."""
     groups = found.groups
     private = {name: runs for name, runs in groups.items() if runs[0].private_steps}
+    finite = all(math.isfinite(run.epsilon) for runs in private.values() for run in runs)
     several = len(found.runs) > 1 and any(values.values())
     axes = {
+        "bounds": _bounds(private) if private and finite else None,
         "accuracy": _curves(groups, groups, "epsilon", metric) if metric else None,
         "runs": _every_run(values, metric) if metric and several else None,
         "training": _curves(groups, private, "epoch", loss) if loss else None,
@@ -85,6 +88,24 @@ def _every_run(values: Mapping[str, list[float]], key: str) -> Any:
     _name_rows(axis, rows)
     axis.set_xlabel(label(key))
     _in_percent(axis.xaxis, key)
+    return axis
+
+
+def _bounds(groups: Groups) -> Any:
+    """From what ε is at least, as an audit has measured, to what it is at most, as was proved."""
+    axis = _axis(height=0.75 + 0.3 * len(groups))
+    for index, runs in enumerate(groups.values()):
+        audited = [run.audit_bound for run in runs if run.audit_bound is not None]
+        ends = {"≤": max(run.epsilon for run in runs)} | ({"≥": audited[0]} if audited else {})
+        look = {"color": _COLOURS[0], "markersize": 14, "mew": 3, "linewidth": 3}
+        axis.plot([*ends.values()], [index] * len(ends), "|-", **look)
+        for sign, value in ends.items():
+            place = {"ha": "center", "textcoords": "offset points", "fontsize": 8}
+            axis.annotate(f"{sign} {value:.3g}", (value, index), (0, 9), **place)
+    _name_rows(axis, groups)
+    axis.set_xlim(0, 1.15 * axis.get_xlim()[1])
+    axis.set_ylim(len(groups) - 0.5, -0.8)
+    axis.set_xlabel("ε")
     return axis
 
 

@@ -38,6 +38,11 @@ class Run:
         return float(self.certificate["epsilon"])
 
     @property
+    def audit_bound(self) -> float | None:
+        """What ε is at least, if an audit has measured it."""
+        return (self.certificate.get("audit") or {}).get("epsilon_at_least")
+
+    @property
     def private_steps(self) -> bool:
         """Whether it released anything about private records."""
         return bool(self.certificate["events"])

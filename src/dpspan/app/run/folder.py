@@ -190,8 +190,19 @@ class RunFolder:
                 self.write_json(path, document)
 
     def write_certificate(self, document: Mapping[str, Any]) -> None:
+        """With what an audit of the same settings and the same noise has measured."""
+        found = (read_json(self.audit) if self.audit.exists() else {}).get("canaries")
+        if found is not None and found["of"] == identity(document):
+            document = {**document, "audit": found}
         if self.writes:
             write_certificate(self.certificate, document)
+
+    def write_audit(self, **found: Any) -> None:
+        """Beside what other audits found; on the certificate too, if there is one."""
+        before = read_json(self.audit) if self.audit.exists() else {}
+        self.write_json(self.audit, plain({**before, **found}))
+        if self.certificate.exists():
+            self.write_certificate(read_json(self.certificate))
 
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""
@@ -228,6 +239,12 @@ class RunFolder:
     def keep_until(self, path: Path, step: int) -> None:
         """Take off lines of later steps, and a last one that was not finished."""
         self.write_text(path, _text([line for line in read_lines(path) if line["step"] <= step]))
+
+
+def identity(certificate: Mapping[str, Any]) -> list[Any]:
+    """What an audit must have in common with a run to be about it."""
+    digests, training = certificate.get("digests") or {}, certificate.get("training", {})
+    return [digests.get("configuration"), training.get("noise_multiplier")]
 
 
 def _text(lines: Sequence[Mapping[str, Any]]) -> str:

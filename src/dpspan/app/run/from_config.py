@@ -387,6 +387,7 @@ def task_of(
         unit=like.units,
         records_per_unit=config.data.records_per_unit,
         accountant=config.budget.accountant,
+        secure_mode=config.budget.secure_mode,
         physical_batch_size=config.training.physical_batch_size,
         cuda_graphs=config.training.cuda_graphs,
         device=device_of(config),

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
+from dpspan.accounting.certificate import sha256_of
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config
-from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.folder import RunFolder, identity, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
 from dpspan.app.run.training import FixedNoise, Training, noise_for
 from dpspan.audit.step import Prepared
@@ -22,35 +23,47 @@ class Rehearsal:
     """What `audit_step` and `audit_canaries` ask for: `prepare` and `loss`.
 
     A warm start is left out, and so is the schedule. Of public data that are yet to be chosen the
-    first are used: to choose would cost privacy.
+    first are used: to choose would cost privacy. With `stand_ins` there are records of noise in the
+    place of the private ones, of which nothing but their form is used: what is measured then may be
+    published. A bound of ε holds for any records, or there is no ε.
     """
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(self, config: Config, folder: RunFolder, *, stand_ins: bool = False) -> None:
         if config.data.unit is not None:
             raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
         kept = folder.features if folder.features.exists() else None
         parts = make_parts(config, features=kept if config.features is not None else None)
-        private = parts.private.dataset
+        private: Any = parts.private.dataset
+        inputs, labels = private[0]
+        self.like = (torch.zeros_like(inputs), 0 * labels)  # a record's form, and nobody's content
         chosen = None
         if config.choose is not None:
             made = read_json(folder.choice) if folder.choice.exists() else {}
             chosen = made.get("chosen", next(iter(parts.public)))
         records = config.data.records or len(private)
+        if stand_ins:
+            noise = torch.randn(records, *inputs.shape, generator=torch.Generator().manual_seed(0))
+            noise *= inputs.is_floating_point()  # whole numbers may be places in a vocabulary
+            classes = torch.arange(records) % parts.private.classes
+            private = TensorDataset(noise.to(inputs), classes.to(labels))
         self._contender = contender_of(
             "audit", config, parts.public, records=records, chosen=chosen
         )
         task = task_of(config, parts.private, private, None)
         self.task = dataclasses.replace(task, cuda_graphs=False)
-        if isinstance(task.budget, FixedNoise):
+        digest = sha256_of(config.fixed())
+        made, z = identity(read_json(folder.certificate) if folder.certificate.exists() else {})
+        if made == digest:  # a run that may have spent some of its ε on a choice, or on a search
+            self._z = z
+        elif isinstance(task.budget, FixedNoise):
             self._z = task.budget.noise_multiplier
         else:
             self._z = noise_for(task, self._contender, records)
+        self.of = [digest, self._z]
         self._seed = config.training.seed
         rate = self.task.sample_rate
         draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
         self.steps = self.task.epochs * draw.steps_per_epoch
-        inputs, labels = private[0]
-        self.like = (torch.zeros_like(inputs), 0 * labels)  # a record's form, and nobody's content
 
     def prepare(self, added: Sequence[Any] = ()) -> Prepared:
         """A private run that has not begun, with these records among the private ones."""

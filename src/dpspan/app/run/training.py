@@ -80,6 +80,7 @@ class Task:
         unit: as for `make_private`: one id a record, if a person may have several.
         records_per_unit: most records of one unit in a step.
         accountant: "pld" or "rdp".
+        secure_mode: as for `PrivacyEngine`.
         physical_batch_size: most samples to process at once.
         cuda_graphs: as for `make_private`.
         device: where models are trained.
@@ -101,6 +102,7 @@ class Task:
     unit: Ids | Units | None = field(default=None, repr=False)
     records_per_unit: int = RECORDS_PER_UNIT
     accountant: str = "pld"
+    secure_mode: bool = False
     physical_batch_size: int | None = None
     cuda_graphs: bool = False
     device: str | torch.device = "cpu"
@@ -298,6 +300,7 @@ def settings_of(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
         **dataclasses.asdict(task.budget),
         **{name: getattr(task, name) for name in shared},
         **({} if task.unit is None else {"records_per_unit": task.records_per_unit}),
+        **({"secure_mode": True} if task.secure_mode else {}),
         "criterion": str(task.criterion),
         "metric": task.metric("accuracy"),
     }
@@ -337,7 +340,7 @@ class Training:
             ledger.budget = budget
             ledger.reserve(step_event(z, rate), self.steps)
         self.model = task.new_model(self.seed, contender.model)
-        self.engine = PrivacyEngine(ledger=ledger)
+        self.engine = PrivacyEngine(ledger=ledger, secure_mode=task.secure_mode)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         _, self.optimizer, self.loader = self.engine.make_private(
             module=self.model,
