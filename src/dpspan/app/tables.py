@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,25 +14,29 @@ import numpy as np
 from pydantic import Field
 
 from dpspan.app.data import Array, Classes, Raw, Source, check_names, optional, reading
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.section import Texts
 from dpspan.support.checks import expect
 
 _LINES = 1024  # of a CSV file read at a time
 _BATCH = 8192  # rows of a Parquet file read at a time
+_A_FEW = 20  # rows, which may all lack a value by chance
 
 
 class Table(Source):
     """Columns of numbers, and of texts out of a list that is known in advance.
 
     `categories` gives the possible texts of a column, which becomes one number (0 or 1) for each
-    of them; `mean` and `std` then count these.
+    of them; `mean` and `std` then count these. With data.preprocessing, which says more about every
+    column, all of these are left out but the label.
     """
 
-    inputs: Texts = Field(min_length=1)
+    inputs: Texts = ()
     label: str | None = None
     categories: dict[str, Texts] = Field(default_factory=dict)
 
     def read(self, classes: Classes) -> Raw:
+        expect(bool(self.inputs), f"inputs for {self.path}, or data.preprocessing", None)
         strange = ", ".join(sorted(set(self.categories) - set(self.inputs)))
         expect(not strange, f"categories of columns among inputs for {self.path}", strange)
         names = [*self.inputs, *([] if self.label is None else [self.label])]
@@ -50,6 +55,30 @@ class Table(Source):
                     f"else in row {column.wrong + 1}. {column.cure}."
                 )
         return inputs.whole(), np.concatenate(labels) if labels else None, None
+
+    def prepared(self, preprocessing: Preprocessing) -> Raw:
+        """The features that a description makes of the columns, and the labels.
+
+        A column of which nothing can be read would make a model that learns nothing: an error.
+        """
+        preprocessing.check_names(self.columns, str(self.path))
+        inputs, labels, strange = _Rows(), list[Array](), Counter[str]()
+        names = [*preprocessing.used, *([] if self.label is None else [self.label])]
+        for values in self.pieces(names):
+            rows, found = preprocessing.encoded(values)
+            inputs.append(rows)
+            strange.update(found)
+            if self.label is not None:
+                labels.append(np.asarray(values[self.label]))
+        read = inputs.whole()
+        lost = [f"'{name}'" for name, count in strange.items() if count == len(read) > _A_FEW]
+        if lost:
+            raise ValueError(
+                f"Nothing in these columns of {self.path} is what data.preprocessing describes: "
+                f"{', '.join(lost)}. Look at the delimiter, the decimal sign, the format of dates, "
+                "the spelling of values, or drop them. This message depends on private data."
+            )
+        return read, np.concatenate(labels) if labels else None, None
 
     def ids(self, name: str) -> list[Any] | None:
         if name not in self.columns:

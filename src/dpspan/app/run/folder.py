@@ -51,6 +51,7 @@ class RunFolder:
         self.metrics, self.diagnostics = path / "metrics.jsonl", path / "diagnostics.jsonl"
         self.checkpoint, self.model = path / "checkpoint.safetensors", path / "model.safetensors"
         self.features = path / "features.safetensors"
+        self.preprocessing = path / "preprocessing.json"
 
     @property
     def is_run(self) -> bool:

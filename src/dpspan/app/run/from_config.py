@@ -29,6 +29,7 @@ from dpspan.app.config.sections import (
     WideResNetSection,
 )
 from dpspan.app.data import Loaded, Source, load
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
@@ -105,6 +106,8 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         folder.remove(folder.features)  # of a run that never came to a step
         if parts.layer is not None:
             parts.layer.save(folder.features)
+        if parts.preprocessing is not None:
+            folder.write_json(folder.preprocessing, parts.preprocessing.document())
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
     private, name = parts.private.dataset, folder.path.resolve().name
@@ -116,6 +119,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         folder=folder,
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
+        preprocessing=parts.preprocessing,
         output=config.output,
         processes=processes,
     )
@@ -130,6 +134,7 @@ class Parts:
     test: Loaded | None
     model: nn.Module
     layer: PatchFeatures | None  # what all of these data have been through
+    preprocessing: Preprocessing | None = None  # and before, if they are tables
 
 
 def make_parts(config: Config, *, features: Path | None = None) -> Parts:
@@ -138,13 +143,14 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     A frozen layer is read from the file `features`; without one it is learnt.
     """
     data, device = config.data, device_of(config)
-    private, public = _load("data.private", data.private, config), {}
+    columns = Preprocessing(columns=data.preprocessing) if data.preprocessing else None
+    private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
     for name, source in data.public.items():
-        read = _load(f"data.public.{name}", source, config, private, public=True)
+        read = _load(f"data.public.{name}", source, config, columns, private, public=True)
         public[name] = PublicData.of(read.tensors, name=name)
-    test = None if data.test is None else _load("data.test", data.test, config, private)
+    test = None if data.test is None else _load("data.test", data.test, config, columns, private)
     count = data.records or private.count  # stated, or told by the sampling rate
     what = "record" if private.units is None else "unit"
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count, unit=what)
@@ -156,14 +162,21 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    return Parts(private=private, public=public, test=test, model=model, layer=layer)
+    return Parts(
+        private=private, public=public, test=test, model=model, layer=layer, preprocessing=columns
+    )
 
 
 def _load(
-    where: str, source: Source, config: Config, private: Loaded | None = None, public: bool = False
+    where: str,
+    source: Source,
+    config: Config,
+    columns: Preprocessing | None,
+    private: Loaded | None = None,
+    public: bool = False,
 ) -> Loaded:
     """Read a source; beside the private data, refuse what does not fit them or copies them."""
-    loaded = load(source, classes=config.data.classes)
+    loaded = load(source, classes=config.data.classes, preprocessing=columns)
     if not loaded.labelled and not public:
         raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
     if private is None:

@@ -17,6 +17,7 @@ from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
@@ -68,6 +69,7 @@ class Run:
     # end. None for a line and a certificate each epoch.
     lines: int | None = None
     features: str | None = None  # the digest of the frozen layer that the data have been through
+    preprocessing: Preprocessing | None = None  # what became of the columns of tables
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
@@ -246,9 +248,12 @@ class Run:
             self._certify(document)
 
     def _certify(self, document: Mapping[str, Any]) -> None:
-        """With the digest of the settings beside that of the ledger."""
+        """With the digest of the settings beside that of the ledger, and what columns became."""
         digests = {**document["digests"], "configuration": sha256_of(dict(self.settings))}
-        self.folder.write_certificate({**document, "digests": digests})
+        training = dict(document["training"])
+        if self.preprocessing is not None:
+            training["preprocessing"] = self.preprocessing.summary()
+        self.folder.write_certificate({**document, "training": training, "digests": digests})
 
     def _write_facts(self, status: Status | None) -> None:
         self.folder.write_facts(

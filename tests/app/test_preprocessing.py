@@ -1,0 +1,221 @@
+"""What becomes of columns: every number by hand, and nothing of a row in any message."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dpspan.app.config import Config, parse_config
+from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run import train
+from dpspan.app.section import ConfigError
+from dpspan.app.tables import Csv
+from dpspan.app.verification import verify
+
+COLUMNS: dict[str, Any] = {
+    "id": {"kind": "id"},
+    "age": {"kind": "numeric", "low": 0, "high": 100, "fill": 40, "origin": "data dictionary"},
+    "pressure": {"kind": "numeric", "low": 60, "high": 180, "indicator": True},
+    "ward": {"kind": "categorical", "values": ["A", "B"]},
+    "sex": {"kind": "categorical", "values": ["f", "m"], "indicator": True},
+    "seen": {"kind": "date", "first": "2020-01-01", "last": "2020-01-11"},
+    "note": {"kind": "drop"},
+}
+TABLE: dict[str, Any] = {
+    "age": ["50", "", "250"],
+    "pressure": ["120", "SECRET", "-inf"],
+    "ward": ["A", "SECRET", ""],
+    "sex": ["m", "NA", "SECRET"],
+    "seen": ["2020-01-06", "2020-01-11T23:00", "SECRET"],
+}
+ROWS = [
+    [0.0, 0.0, 0.0, 1, 0, 0, 0, 1, 0, 0, 0.0],
+    [-0.2, 0.0, 1.0, 0, 0, 1, 0, 0, 0, 1, 1.0],
+    [1.0, -1.0, 0.0, 0, 0, 1, 0, 0, 1, 0, 0.0],
+]
+
+
+def described(**changes: Any) -> Preprocessing:
+    return Preprocessing.model_validate({"columns": COLUMNS | changes})
+
+
+def test_every_number() -> None:
+    made = described().transform(TABLE)
+    assert made.dtype == np.float32
+    np.testing.assert_allclose(made, ROWS, atol=1e-6)
+    assert described().feature_names == [
+        "age", "pressure", "pressure missing", "ward=A", "ward=B", "ward other",
+        "sex=f", "sex=m", "sex other", "sex missing", "seen",
+    ]  # fmt: skip
+    assert described().used == ["age", "pressure", "ward", "sex", "seen"]
+
+
+def test_values_of_other_types_are_the_same_values() -> None:
+    table: dict[str, Any] = {
+        "age": np.array([50, np.nan, 250]),
+        "pressure": [120, [1, 2], -(10**400)],
+        "ward": ["A ", None, float("nan")],
+        "sex": np.array(["m", "", "x"]),
+        "seen": [datetime.date(2020, 1, 6), datetime.datetime(2020, 1, 11, 23), None],
+    }
+    rows = np.array(ROWS)
+    rows[2, 1:3] = 0.0, 1.0  # beyond float64: a gap
+    np.testing.assert_allclose(described().transform(table), rows, atol=1e-6)
+
+
+def test_rows_are_made_one_by_one() -> None:
+    whole = described().transform(TABLE)
+    for place in range(3):
+        alone = {name: values[place : place + 1] for name, values in TABLE.items()}
+        np.testing.assert_array_equal(described().transform(alone)[0], whole[place])
+
+
+def test_dates_in_a_form_of_their_own() -> None:
+    seen = {**COLUMNS["seen"], "format": "%d.%m.%Y", "fill": "2020-01-01"}
+    made = described(seen=seen).transform(TABLE | {"seen": ["06.01.2020", "2020-01-06", "1.1.20"]})
+    np.testing.assert_allclose(made[:, -1], [0.0, -1.0, -1.0])
+
+
+def test_json_there_and_back() -> None:
+    one = described()
+    again = Preprocessing.of_document(json.loads(json.dumps(one.document())))
+    assert again == one
+    assert again.digest == one.digest != described(note={"kind": "id"}).digest
+    assert one.summary()["origins"] == {
+        "data dictionary": ["age"],
+        "configuration": ["pressure", "ward", "sex", "seen"],
+    }
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "SECRET",
+        None,
+        {"format": "dpspan.preprocessing", "version": 2, "columns": {}},
+        {"format": "dpspan.preprocessing", "version": 1},
+        {"format": "dpspan.preprocessing", "version": 1, "columns": {"SECRET": {"kind": "SECRET"}}},
+    ],
+)
+def test_no_description(document: Any) -> None:
+    with pytest.raises(ValueError, match="description of columns") as caught:
+        Preprocessing.of_document(document)
+    assert "SECRET" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_all_missing_columns_are_named_at_once() -> None:
+    table = {name: values for name, values in TABLE.items() if name not in ("age", "ward")}
+    with pytest.raises(ValueError, match=r"does not have: 'age' \(did you mean 'Age'\?\), 'ward'"):
+        described().transform(table | {"Age": TABLE["age"]})
+    with pytest.raises(ValueError, match="of one length"):
+        described().transform(TABLE | {"age": ["1"]})
+
+
+# -- in a configuration ---------------------------------------------------------------------------
+
+
+def configuration(folder: Path, **data: Any) -> str:
+    """YAML, of which JSON is a part."""
+    source = {"format": "csv", "path": str(folder / "p.csv"), "label": "ill"}
+    whole = {
+        "data": {"classes": ["no", "yes"], "private": source, "preprocessing": COLUMNS} | data,
+        "model": {"name": "logistic"},
+        "method": {"name": "dpsgd", "clip": 1.0},
+        "budget": {"epsilon": 3.0, "delta": 1e-3, "accountant": "rdp"},
+        "training": {
+            "epochs": 2,
+            "batch_size": 8,
+            "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        },
+        "output": {"folder": str(folder / "run")},
+    }
+    return json.dumps(whole, indent=1)
+
+
+def write_table(path: Path, rows: int = 40, **columns: str) -> None:
+    header = "id,age,pressure,ward,sex,seen,note,ill"
+    lines = []
+    for row in range(rows):
+        values = {
+            "id": f"P{row}",
+            "age": str(row),
+            "pressure": str(60 + row) if row % 5 else "",
+            "ward": "AB?"[row % 3],
+            "sex": "fm"[row % 2],
+            "seen": f"2020-01-{1 + row % 11:02}",
+            "note": "SECRET",
+            "ill": "yes" if row % 2 else "no",
+        }
+        lines.append(",".join((values | columns).values()))
+    path.write_text("\n".join([header, *lines]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"preprocessing": {}}, "Expected `inputs` here, or a description of columns"),
+        (
+            {"private": {"format": "csv", "path": "a", "inputs": ["age"], "label": "ill"}},
+            "Leave inputs, categories, scale, mean and std out here",
+        ),
+        (
+            {"private": {"format": "csv", "path": "a", "std": 2.0}},
+            "Leave inputs, categories, scale, mean and std out here",
+        ),
+        ({"test": {"format": "npz", "path": "a", "inputs": "x"}}, "Expected a table"),
+        ({"unit": "age"}, "Labels and data.unit are no inputs"),
+        (
+            {"private": {"format": "csv", "path": "a", "label": "age"}},
+            "Labels and data.unit are no inputs",
+        ),
+        ({"preprocessing": {"id": {"kind": "id"}}}, "at least one column"),
+        (
+            {"preprocessing": {"age": {"kind": "numeric", "low": 2, "high": 1}}},
+            "lower bound to be below the upper",
+        ),
+        (
+            {"preprocessing": {"age": {"kind": "numeric", "low": 0, "high": 1, "fill": 3}}},
+            "between the bounds",
+        ),
+        ({"preprocessing": {"age": {"kind": "categorical", "values": ["a", "a"]}}}, "value once"),
+        ({"preprocessing": {"age": {"kind": "number"}}}, "Expected 'kind' to be one of 'numeric'"),
+    ],
+)
+def test_descriptions_that_cannot_be(tmp_path: Path, data: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(configuration(tmp_path, **data))
+    assert message in str(caught.value)
+
+
+def test_a_run_keeps_and_certifies_it(tmp_path: Path) -> None:
+    write_table(tmp_path / "p.csv")
+    config = parse_config(configuration(tmp_path))
+    assert train(config).status == "finished"
+    run = tmp_path / "run"
+    kept = Preprocessing.of_document(json.loads((run / "preprocessing.json").read_text()))
+    assert kept == described()
+    stated = json.loads((run / "certificate.json").read_text())["training"]["preprocessing"]
+    assert stated == kept.summary()
+    assert all(check.holds for check in verify(run).checks)
+    (run / "preprocessing.json").write_text("{}")
+    assert [check.name for check in verify(run).checks if not check.holds] == ["columns"]
+    again: Config = parse_config((run / "config.yaml").read_text())
+    assert again == config
+    for file in run.iterdir():
+        assert b"SECRET" not in file.read_bytes()
+
+
+def test_a_column_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
+    write_table(tmp_path / "p.csv", age="1;5 SECRET", ward="SECRET")
+    source = Csv(path=tmp_path / "p.csv", label="ill")
+    with pytest.raises(ValueError, match=r"describes: 'age', 'ward'\. Look at the") as caught:
+        source.prepared(described())
+    assert "SECRET" not in str(caught.value)
+    write_table(tmp_path / "p.csv", rows=3, ward="C")  # a few may well be others
+    assert source.prepared(described())[0].shape == (3, 11)
