@@ -13,6 +13,7 @@ import pytest
 from dpspan.app.config import Config, parse_config
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run import train
+from dpspan.app.run.from_config import make_parts
 from dpspan.app.section import ConfigError
 from dpspan.app.tables import Csv
 from dpspan.app.verification import verify
@@ -199,7 +200,7 @@ def test_a_run_keeps_and_certifies_it(tmp_path: Path) -> None:
     assert train(config).status == "finished"
     run = tmp_path / "run"
     kept = Preprocessing.of_document(json.loads((run / "preprocessing.json").read_text()))
-    assert kept == described()
+    assert kept.columns == described().columns
     stated = json.loads((run / "certificate.json").read_text())["training"]["preprocessing"]
     assert stated == kept.summary()
     assert all(check.holds for check in verify(run).checks)
@@ -219,3 +220,115 @@ def test_a_column_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> Non
     assert "SECRET" not in str(caught.value)
     write_table(tmp_path / "p.csv", rows=3, ward="C")  # a few may well be others
     assert source.prepared(described())[0].shape == (3, 11)
+
+
+# -- found in public rows, or released ------------------------------------------------------------
+
+PLANS: dict[str, Any] = {
+    "age": {"kind": "numeric-from-public"},
+    "pressure": {"kind": "numeric-by-release", "low": 0, "high": 300, "epsilon": 0.5},
+    "ward": {"kind": "categorical-from-public"},
+    "seen": {"kind": "date-from-public"},
+}
+
+
+def planned(folder: Path, **data: Any) -> Config:
+    write_table(folder / "p.csv", rows=90)
+    write_table(folder / "public.csv", rows=60, pressure="61.25")
+    public = {"clinic": {"format": "csv", "path": str(folder / "public.csv"), "label": "ill"}}
+    return parse_config(
+        configuration(folder, **({"preprocessing": PLANS, "public": public} | data))
+    )
+
+
+def test_what_public_rows_and_releases_tell(tmp_path: Path) -> None:
+    train(planned(tmp_path))
+    run = tmp_path / "run"
+    kept = Preprocessing.of_document(json.loads((run / "preprocessing.json").read_text()))
+    age, pressure, ward, seen = (kept.columns[name].model_dump(mode="json") for name in PLANS)
+    assert (age["low"], age["fill"], age["high"]) == (0.025 * 59, 29.5, 0.975 * 59)
+    assert ward["values"] == ["A", "B"]  # '?' is a gap
+    assert (seen["first"], seen["fill"], seen["last"]) == ("2020-01-01", "2020-01-06", "2020-01-11")
+    assert 0 <= pressure["low"] <= pressure["fill"] <= pressure["high"] <= 300
+    document = json.loads((run / "certificate.json").read_text())
+    origins = {"public rows": ["age", "ward", "seen"], "paid release": ["pressure"]}
+    assert document["training"]["preprocessing"]["origins"] == origins
+    first, steps = document["events"]
+    assert first["count"] == 3  # three quantiles, which share ε
+    assert "0.1666" in first["text"]
+    assert steps["count"] == document["steps"] - 3
+    assert document["epsilon"] <= 3.0  # all of it together
+    used = {each["name"]: each["detail"] for each in document["public"]}
+    assert used == {"clinic": "what became of columns"}
+
+
+def test_a_release_is_made_once_and_paid_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = planned(tmp_path), tmp_path / "run"
+    monkeypatch.setattr("dpspan.app.run.from_config._load", lambda *_, **__: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+        ledger = json.loads((run / "ledger.json").read_text())
+        assert ledger["steps"] == 3
+        released = (run / "preprocessing.json").read_text()
+    assert (run / "preprocessing.json").read_text() == released
+    other = planned(tmp_path, preprocessing=PLANS | {"note": {"kind": "drop"}})
+    with pytest.raises(ValueError, match="was released for another data.preprocessing"):
+        train(other)
+
+
+def test_nothing_is_kept_of_public_rows_that_are_private(tmp_path: Path) -> None:
+    config = planned(tmp_path, preprocessing={k: v for k, v in PLANS.items() if k != "pressure"})
+    with pytest.raises(ValueError, match="also occur in the private data"):
+        train(config)
+    assert not (tmp_path / "run" / "preprocessing.json").exists()
+
+
+def test_releases_are_not_made_in_passing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="yet to be released"):
+        make_parts(planned(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"unit": "id"}, "Released bounds protect one record"),
+        (
+            {"preprocessing": {"age": COLUMNS["age"] | {"origin": "paid release"}}},
+            "A release must be paid for",
+        ),
+    ],
+)
+def test_plans_that_cannot_be(tmp_path: Path, data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, **data)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("age", {"age": "7"}, "several values of 'age'"),
+        ("ward", {"ward": "?"}, r"1 to 100 values of 'ward' in public rows.*, got 0"),
+        ("seen", {"seen": "SECRET"}, "several values of 'seen'"),
+    ],
+)
+def test_public_rows_that_do_not_tell(
+    tmp_path: Path, name: str, values: dict[str, str], message: str
+) -> None:
+    config = planned(tmp_path, preprocessing={name: PLANS[name]})
+    write_table(tmp_path / "public.csv", **values)
+    with pytest.raises(ValueError, match=message):
+        make_parts(config)
+
+
+def test_public_test_data_are_on_the_certificate(tmp_path: Path) -> None:
+    write_table(tmp_path / "p.csv")
+    write_table(tmp_path / "test.csv", rows=7, age="99")
+    test = {"format": "csv", "path": str(tmp_path / "test.csv"), "label": "ill"}
+    train(parse_config(configuration(tmp_path, test=test, test_is_public=True)))
+    document = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    (declared,) = document["public"]
+    assert (declared["name"], declared["count"], declared["detail"]) == ("test", 7, "measured on")
+    assert len(declared["sha256"]) == 64

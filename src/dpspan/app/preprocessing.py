@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 Values = Sequence[Any] | Array  # texts, numbers or dates; None, NaN or an empty text for a gap
 Origin = Literal["configuration", "data dictionary", "public rows", "paid release"]
 Day = Annotated[datetime.date, Field(strict=False)]
-_GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
+GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
 
 
 class Column(Section):
@@ -134,7 +134,7 @@ class Categorical(Column):
     def encoded(self, values: Values) -> tuple[Array, int]:
         codes = {text: code for code, text in enumerate(self.values)}
         other = len(self.values)
-        codes |= dict.fromkeys(_GAPS - {*codes}, other + self.indicator)
+        codes |= dict.fromkeys(GAPS - {*codes}, other + self.indicator)
         found = np.array([codes.get(str(each).strip(), other) for each in values], dtype=np.intp)
         width = other + 1 + self.indicator
         return np.eye(width)[found], int((found >= other).sum())
@@ -159,6 +159,7 @@ class Preprocessing(Section):
     """The columns of a table by name, in order; frozen, public, and a part of the model."""
 
     columns: dict[str, AnyColumn]
+    planned: str | None = None  # SHA-256 of the section of a configuration that it was made of
 
     @property
     def used(self) -> list[str]:
@@ -199,7 +200,7 @@ class Preprocessing(Section):
         try:
             if not known or document["version"] != VERSION:
                 raise ValueError
-            return cls.model_validate({"columns": document["columns"]})
+            return cls.model_validate({key: document[key] for key in cls.model_fields})
         except (LookupError, ValidationError, ValueError):
             what = f"a description of columns ({FORMAT}, version {VERSION})"
             raise ValueError(f"Expected {what}, got something else.") from None

@@ -194,7 +194,7 @@ class _Search:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         folder.refuse_lost_ledger()
         kept = folder.kept_features(wanted=goes_on and config.features is not None)
-        self._parts = parts = make_parts(config, features=kept)
+        self._parts = parts = make_parts(config, features=kept, folder=folder, pays=True)
         if parts.layer is not None and kept is None:
             parts.layer.save(folder.features)
         choosing = config.choose is not None
@@ -324,7 +324,10 @@ class _Search:
             "score_noise_multiplier": self.state["score_noise"],
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
-        document = certificate(ledger, delta=delta, training={**best["training"], "tuning": about})
+        training = {**best["training"], "tuning": about}
+        if (columns := self._parts.preprocessing) is not None:
+            training["preprocessing"] = columns.summary()
+        document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}
         line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}

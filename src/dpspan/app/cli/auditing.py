@@ -137,7 +137,7 @@ def membership(
         )
     settings = load_config(folder.config)
     kept = folder.kept_features(wanted=settings.features is not None)
-    parts = make_parts(settings, features=kept)
+    parts = make_parts(settings, features=kept, folder=folder)
     if parts.test is None:
         others = f"others of the same kind: name such data under data.test of {folder.config}"
         raise ValueError(f"The attack compares private records with {others}.")

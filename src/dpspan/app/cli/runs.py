@@ -144,7 +144,7 @@ def choose_command(
 
         from dpspan.choose.gsd import LOOKED_AT, rank_public
 
-        parts = make_parts(settings)
+        parts = make_parts(settings, folder=folder)
         with folder.locked():
             folder.warn(LOOKED_AT)  # on record before anybody sees the table
         data, seed = (parts.private.tensors, parts.public), settings.training.seed
@@ -153,7 +153,8 @@ def choose_command(
         return
     with folder.locked():
         folder.refuse_lost_ledger()
-        choice = chosen_public(settings, make_parts(settings), folder)
+        parts = make_parts(settings, folder=folder, pays=True)
+        choice = chosen_public(settings, parts, folder)
     made = f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}"
     note = f"{choice['note']} `dpspan train {config}` uses it, and pays for it."
     answer(choice, made, as_json=as_json, quiet=quiet, note=note)

@@ -19,6 +19,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.sections import (
@@ -30,6 +31,7 @@ from dpspan.app.config.sections import (
 )
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
@@ -91,27 +93,30 @@ def train(
 def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     """Read the data, and choose among public ones if that was not done; here ε may be spent."""
     if processes.world > 1 and (
-        config.features is not None or (config.choose is not None and not folder.choice.exists())
+        config.features is not None
+        or (config.choose is not None and not folder.choice.exists())
+        or (config.data.releases and not folder.preprocessing.exists())
     ):
         raise RuntimeError(
-            "One process learns `features` and makes the choice of `choose`: run `dpspan choose` "
-            "first, and train with `features` without torchrun."
+            "One process learns `features`, makes the choice of `choose` and releases bounds of "
+            "columns: run `dpspan choose` first, and train with `features` or such bounds without "
+            "torchrun."
         )
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
     kept = folder.kept_features(wanted=goes_on and config.features is not None)
-    parts = make_parts(config, features=kept)
+    parts = make_parts(config, features=kept, folder=folder, pays=True)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
         folder.remove(folder.features)  # of a run that never came to a step
         if parts.layer is not None:
             parts.layer.save(folder.features)
-        if parts.preprocessing is not None:
-            folder.write_json(folder.preprocessing, parts.preprocessing.document())
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
+    columns = {} if parts.preprocessing is None else parts.preprocessing.columns
+    learnt = any(column.origin == "public rows" for column in columns.values())
     return Run(
         task=task_of(config, parts.private, private, test, model=lambda: parts.model),
         contender=contender_of(name, config, parts.public, records=records, chosen=chosen),
@@ -120,6 +125,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
         preprocessing=parts.preprocessing,
+        public=[*parts.public.values()] if learnt else (),
         output=config.output,
         processes=processes,
     )
@@ -137,13 +143,23 @@ class Parts:
     preprocessing: Preprocessing | None = None  # and before, if they are tables
 
 
-def make_parts(config: Config, *, features: Path | None = None) -> Parts:
+def make_parts(
+    config: Config,
+    *,
+    features: Path | None = None,
+    folder: RunFolder | None = None,
+    pays: bool = False,
+) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
-    A frozen layer is read from the file `features`; without one it is learnt.
+    A frozen layer is read from the file `features`; without one it is learnt. What became of
+    columns is read from the folder, or found; what of that costs privacy must be allowed by `pays`.
     """
     data, device = config.data, device_of(config)
-    columns = Preprocessing(columns=data.preprocessing) if data.preprocessing else None
+    ledger: Callable[[], Ledger] | None = None
+    if folder is not None and pays:
+        ledger = functools.partial(folder.open_ledger, config.budget.accountant, _budget(config))
+    columns = frozen_columns(data, folder, ledger)
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
@@ -162,6 +178,8 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
+    if columns is not None and folder is not None and pays:
+        folder.write_json(folder.preprocessing, columns.document())
     return Parts(
         private=private, public=public, test=test, model=model, layer=layer, preprocessing=columns
     )

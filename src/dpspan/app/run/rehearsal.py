@@ -29,7 +29,8 @@ class Rehearsal:
         if config.data.unit is not None:
             raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
         kept = folder.features if folder.features.exists() else None
-        parts = make_parts(config, features=kept if config.features is not None else None)
+        kept = kept if config.features is not None else None
+        parts = make_parts(config, features=kept, folder=folder)
         private = parts.private.dataset
         chosen = None
         if config.choose is not None:

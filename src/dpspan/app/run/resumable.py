@@ -70,6 +70,7 @@ class Run:
     lines: int | None = None
     features: str | None = None  # the digest of the frozen layer that the data have been through
     preprocessing: Preprocessing | None = None  # what became of the columns of tables
+    public: Sequence[PublicData] = ()  # which that may have been learnt from
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
@@ -140,6 +141,13 @@ class Run:
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
         if self.task.test is not None and not self.task.test_is_public:
             self._ledger.warn("unprivate: results on test data not declared public were written")
+        elif self.task.test is not None:
+            self._declare(PublicData.of(self.task.test, name="test"), "measured on")
+        for data in self.public:
+            self._declare(data, "what became of columns")
+
+    def _declare(self, data: PublicData, purpose: str) -> None:
+        self._ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -200,10 +208,9 @@ class Run:
         lines = [self._measured()]
         start = dataclasses.replace(start, data=data, seed=self.seed)
         detail = start.summary(start.run(model, task.criterion))
-        ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        self._declare(data, detail)
         for each in encodings(task.private):  # their layer is a part of the model; nothing is read
-            public = each.public
-            ledger.declare_public(public.name, public.digest, public.count, detail=each.layer)
+            self._declare(each.public, each.layer)
         lines.append(self._measured())
         self._write_facts(None)
         folder.write_ledger(ledger)
