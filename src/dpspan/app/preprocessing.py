@@ -1,155 +1,199 @@
 """What becomes of the columns of a table: one public description for private, public and test data.
 
-Nothing is fitted here. Bounds, lists of values and dates are stated, each with its origin, and are
-applied to every row by itself. What a column cannot be read as is a gap, and a value that is not
-listed is 'other': no error shows it.
+Bounds, lists of values and dates have an origin: they are stated, found in public rows or released
+for a price. Once all of them are there nothing is fitted any more: each row is taken by itself.
+What cannot be read is a gap, and a value that is not listed is 'other': no error shows it.
 """
 
 from __future__ import annotations
 
 import datetime
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from dpspan.accounting.certificate import sha256_of
-from dpspan.app.section import Section, Texts, refuse
-from dpspan.support.checks import near
+from dpspan.app.section import Positive, Section, Texts, refuse
+from dpspan.support.checks import expect, near
 
 FORMAT, VERSION = "dpspan.preprocessing", 1
 Array = np.ndarray[Any, Any]
 Values = Sequence[Any] | Array  # texts, numbers or dates; None, NaN or an empty text for a gap
-Origin = Literal["configuration", "data dictionary", "public rows", "paid release"]
-Day = Annotated[datetime.date, Field(strict=False)]
-GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
+Day = Annotated[
+    datetime.date,
+    Field(strict=False),
+    BeforeValidator(lambda v: datetime.date.fromordinal(int(v)) if isinstance(v, float) else v),
+]
+_GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
+_MIDDLE = (0.025, 0.5, 0.975)  # of public rows: what is beyond, wild values may be, is cut
+_RELEASED = (0.05, 0.5, 0.95)  # of private ones, which tell less about their ends
+_MOST = 100  # values of a column; beyond, it is no category
+
+
+class Evidence(Protocol):
+    """What may be asked about a column whose bounds or values are not stated."""
+
+    def public(self, column: str) -> Values:
+        """Its values in public rows."""
+
+    def released(self, column: str, wanted: Sequence[float], **how: Any) -> tuple[float, ...]:
+        """Quantiles of private rows, charged before they are drawn."""
 
 
 class Column(Section):
     """One column; `origin` is where its bounds or values come from, never private values unpaid."""
 
-    origin: Origin = "configuration"
+    origin: Literal["configuration", "data dictionary", "public rows", "paid release"] = (
+        "configuration"
+    )
+    indicator: bool = False  # whether a further feature is 1 where there is a gap
 
-    @abstractmethod
     def names(self, column: str) -> list[str]:
         """What its features are called."""
+        return []
 
-    @abstractmethod
     def encoded(self, values: Values) -> tuple[Array, int]:
         """Its features (n, width), and how many values were none of those that are described."""
+        return np.empty((len(values), 0)), 0
+
+    def frozen(self, column: str, evidence: Evidence) -> Self:
+        """With everything found that was not stated."""
+        return self
+
+    def _with(self, **found: Any) -> Self:
+        return type(self).model_validate({**dict(self), **found})
 
 
 class Scaled(Column):
     """A number between two bounds, put between −1 and 1; what is beyond a bound counts as it.
 
-    With `indicator` a further feature is 1 where there was a gap.
+    A gap becomes `fill`, by default the middle. Without bounds those of the middle 95 % of public
+    rows are found, and the median for gaps.
     """
 
-    indicator: bool = False
+    low: Any = None
+    high: Any = None
+    fill: Any = None
 
-    @abstractmethod
     def read(self, values: Values) -> Array:
         """As float64; NaN for a gap."""
-
-    @abstractmethod
-    def range(self) -> tuple[float, float, float | None]:
-        """The bounds, and what stands for a gap: None for the middle."""
+        return numbers(values)
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        low, high, fill = self.range()
-        if not low < high:
-            refuse("", "Expected the lower bound to be below the upper one.")
-        if fill is not None and not low <= fill <= high:
-            refuse("fill", "Expected a number between the bounds.")
+        low, high, fill = self._numbers()
+        stated = 2 - np.isnan([low, high]).sum()
+        if stated == 1 or (stated == 0 and self.origin != "public rows"):
+            refuse("", "Expected `low` and `high`, or neither with `origin: public rows`.")
+        if low >= high or fill < low or fill > high:
+            refuse("", "Expected the lower bound below the upper one, and `fill` between them.")
         return self
+
+    def _numbers(self) -> list[float]:
+        return [float(n) for n in self.read([self.low, self.high, self.fill])]
+
+    def frozen(self, column: str, evidence: Evidence) -> Self:
+        if self.low is not None:
+            return self
+        known = self.read(evidence.public(column))
+        known = known[np.isfinite(known)]
+        low, fill, high = np.quantile(known, _MIDDLE).tolist() if len(known) else (0, 0, 0)
+        what = f"several values of '{column}' in public rows, or stated bounds, or it to be dropped"
+        expect(low < high, what, None)
+        return self._with(low=low, high=high, fill=fill)
 
     def names(self, column: str) -> list[str]:
         return [column, f"{column} missing"] if self.indicator else [column]
 
     def encoded(self, values: Values) -> tuple[Array, int]:
-        low, high, fill = self.range()
+        low, high, fill = self._numbers()
         middle, half = low / 2 + high / 2, high / 2 - low / 2
         found = self.read(values)
         gaps = np.isnan(found)
-        known = np.where(gaps, middle if fill is None else fill, np.clip(found, low, high))
-        features = [(known - middle) / half, gaps] if self.indicator else [(known - middle) / half]
-        return np.stack(features, axis=1), int(gaps.sum())
+        known = np.where(gaps, middle if np.isnan(fill) else fill, np.clip(found, low, high))
+        features = np.stack([(known - middle) / half, gaps], axis=1)
+        return features[:, : 1 + self.indicator], int(gaps.sum())
 
 
 class Numeric(Scaled):
-    """A number between `low` and `high`; a gap becomes `fill`, by default the middle."""
+    """A number. A release finds bounds inside of those that are given, and the median, for ε."""
 
     kind: Literal["numeric"] = "numeric"
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
     fill: float | None = None
+    epsilon: Positive | None = None
 
-    def read(self, values: Values) -> Array:
-        return numbers(values)
+    @model_validator(mode="after")
+    def _has_its_price(self) -> Self:
+        if (self.origin == "paid release") != (self.epsilon is not None):
+            refuse("", "Expected `epsilon` with `origin: paid release`, and nowhere else.")
+        return self
 
-    def range(self) -> tuple[float, float, float | None]:
-        return self.low, self.high, self.fill
+    def frozen(self, column: str, evidence: Evidence) -> Self:
+        if self.epsilon is None:
+            return super().frozen(column, evidence)
+        bounds = self.low, self.high
+        found = evidence.released(column, _RELEASED, bounds=bounds, epsilon=self.epsilon)
+        low, high = (found[0], found[-1]) if found[0] < found[-1] else bounds
+        return self._with(low=low, high=high, fill=found[1])
 
 
 class Date(Scaled):
-    """A day between `first` and `last`; texts are in ISO's form, or in a `format` of strptime."""
+    """A day; texts are in ISO's form, or in a `format` of strptime."""
 
     kind: Literal["date"] = "date"
-    first: Day
-    last: Day
-    format: str | None = None
+    low: Day | None = None
+    high: Day | None = None
     fill: Day | None = None
+    format: str | None = None
 
     def read(self, values: Values) -> Array:
-        return days(values, self.format)
-
-    def range(self) -> tuple[float, float, float | None]:
-        fill = None if self.fill is None else self.fill.toordinal()
-        return self.first.toordinal(), self.last.toordinal(), fill
+        return np.array([_day(each, self.format) for each in values], dtype=np.float64)
 
 
 class Categorical(Column):
-    """One feature (0 or 1) for each of `values`, and one for all others.
+    """One feature (0 or 1) for each of `values`, and one for all others, gaps among them.
 
-    Gaps are among the others, unless they have an `indicator` of their own.
+    Without `values` those that occur in public rows are found.
     """
 
     kind: Literal["categorical"] = "categorical"
-    values: Annotated[Texts, Field(min_length=1)]
-    indicator: bool = False
+    values: Texts = ()
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         if len({*self.values}) < len(self.values):
             refuse("values", "Expected every value once.")
+        if not self.values and self.origin != "public rows":
+            refuse("", "Expected `values`, or `origin: public rows`.")
         return self
+
+    def frozen(self, column: str, evidence: Evidence) -> Self:
+        if self.values:
+            return self
+        found = sorted({str(each).strip() for each in evidence.public(column)} - _GAPS)
+        what = f"1 to {_MOST} values of '{column}' in public rows, or it to be dropped"
+        expect(0 < len(found) <= _MOST, what, len(found))
+        return self._with(values=tuple(found))
 
     def names(self, column: str) -> list[str]:
         named = [f"{column}={value}" for value in self.values]
         return [*named, f"{column} other", *([f"{column} missing"] if self.indicator else [])]
 
     def encoded(self, values: Values) -> tuple[Array, int]:
-        codes = {text: code for code, text in enumerate(self.values)}
-        other = len(self.values)
-        codes |= dict.fromkeys(GAPS - {*codes}, other + self.indicator)
+        codes, other = {text: code for code, text in enumerate(self.values)}, len(self.values)
+        codes |= dict.fromkeys(_GAPS - {*codes}, other + self.indicator)
         found = np.array([codes.get(str(each).strip(), other) for each in values], dtype=np.intp)
-        width = other + 1 + self.indicator
-        return np.eye(width)[found], int((found >= other).sum())
+        return np.eye(other + 1 + self.indicator)[found], int((found >= other).sum())
 
 
 class Unused(Column):
     """No feature. An `id` says whose a record is, and may be the unit of privacy."""
 
     kind: Literal["drop", "id"]
-
-    def names(self, column: str) -> list[str]:
-        return []
-
-    def encoded(self, values: Values) -> tuple[Array, int]:
-        return np.empty((len(values), 0)), 0
 
 
 AnyColumn = Annotated[Numeric | Date | Categorical | Unused, Field(discriminator="kind")]
@@ -178,8 +222,6 @@ class Preprocessing(Section):
         """The rows, and of each column how many values were none of those that are described."""
         self.check_names(list(table))
         parts = {name: self.columns[name].encoded(table[name]) for name in self.used}
-        if len({len(features) for features, _ in parts.values()}) > 1:
-            raise ValueError("Expected columns of one length.")
         rows = np.concatenate([features for features, _ in parts.values()], axis=1)
         return rows.astype(np.float32), {name: strange for name, (_, strange) in parts.items()}
 
@@ -196,36 +238,37 @@ class Preprocessing(Section):
     @classmethod
     def of_document(cls, document: Any) -> Self:
         """What `document` gave; ValueError, which shows nothing of it, if it is something else."""
-        known = isinstance(document, Mapping) and document.get("format") == FORMAT
         try:
-            if not known or document["version"] != VERSION:
-                raise ValueError
-            return cls.model_validate({key: document[key] for key in cls.model_fields})
-        except (LookupError, ValidationError, ValueError):
-            what = f"a description of columns ({FORMAT}, version {VERSION})"
-            raise ValueError(f"Expected {what}, got something else.") from None
+            if (document["format"], document["version"]) == (FORMAT, VERSION):
+                return cls.model_validate({key: document[key] for key in cls.model_fields})
+        except (LookupError, TypeError, ValidationError):
+            pass
+        what = f"a description of columns ({FORMAT}, version {VERSION})"
+        raise ValueError(f"Expected {what}, got something else.")
 
     @property
     def digest(self) -> str:
         """SHA-256 of the document."""
         return sha256_of(self.document())
 
-    def summary(self) -> dict[str, Any]:
-        """For the certificate: the digest, and where bounds and values come from."""
-        origins: dict[str, list[str]] = {}
+    def origins(self) -> dict[str, list[str]]:
+        """Which columns have their bounds or values from where."""
+        found: dict[str, list[str]] = {}
         for name in self.used:
-            origins.setdefault(self.columns[name].origin, []).append(name)
-        return {"sha256": self.digest, "features": len(self.feature_names), "origins": origins}
+            found.setdefault(self.columns[name].origin, []).append(name)
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """For the certificate."""
+        count = len(self.feature_names)
+        return {"sha256": self.digest, "features": count, "origins": self.origins()}
 
 
 def numbers(values: Values) -> Array:
     """As float64; NaN for whatever is no number."""
     if isinstance(values, np.ndarray) and values.dtype.kind in "buif":
         return values.astype(np.float64)
-    try:
-        return np.array([*map(float, values)], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array([_number(each) for each in values], dtype=np.float64)
+    return np.array([_number(each) for each in values], dtype=np.float64)
 
 
 def _number(value: Any) -> float:
@@ -235,18 +278,12 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def days(values: Values, format: str | None = None) -> Array:
-    """Days since the year 1, as float64; NaN for whatever is no day."""
-    return np.array([_day(each, format) for each in values], dtype=np.float64)
-
-
-def _day(value: Any, format: str | None) -> float:
+def _day(value: Any, form: str | None) -> float:
+    """Days since the year 1."""
     try:
         if isinstance(value, datetime.date):
             return value.toordinal()
-        text = str(value).strip()
-        parsed = datetime.datetime
-        day = parsed.fromisoformat(text) if format is None else parsed.strptime(text, format)
-        return day.toordinal()
+        text, day = str(value).strip(), datetime.datetime
+        return (day.strptime(text, form) if form else day.fromisoformat(text)).toordinal()
     except ValueError:
         return np.nan

@@ -18,8 +18,7 @@ from dpspan.app.config.sections import (
     WarmStartSection,
 )
 from dpspan.app.data import HuggingFace, Idx, ImageFolder, Npz
-from dpspan.app.planned import AnyPlan, NumericByRelease
-from dpspan.app.preprocessing import Unused
+from dpspan.app.preprocessing import AnyColumn, Preprocessing
 from dpspan.app.section import ConfigError as ConfigError
 from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text, refuse
 from dpspan.app.tables import Csv, Parquet, Table
@@ -53,7 +52,7 @@ class DataSection(Section):
     records: Count | None = None
     unit: str | None = None
     records_per_unit: Count = RECORDS_PER_UNIT
-    preprocessing: dict[str, AnyPlan] = Field(default_factory=dict)
+    preprocessing: dict[str, AnyColumn] = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -79,7 +78,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _columns_are_described_once(self) -> Self:
-        used = {name for name, each in self.preprocessing.items() if not isinstance(each, Unused)}
+        used = {*Preprocessing(columns=self.preprocessing).used}
         sources = {"private": self.private, "test": self.test}
         for at, source in (sources | {f"public.{n}": s for n, s in self.public.items()}).items():
             if not isinstance(source, Table):
@@ -94,10 +93,6 @@ class DataSection(Section):
                 refuse("preprocessing", "Labels and data.unit are no inputs: set `kind: drop`.")
         if self.preprocessing and not used:
             refuse("preprocessing", "Expected at least one column to learn from.")
-        for name, column in self.preprocessing.items():
-            if getattr(column, "origin", None) == "paid release":
-                cure = "Set `kind: numeric-by-release`, and the ledger will hold its price"
-                refuse(f"preprocessing.{name}.origin", f"A release must be paid for. {cure}.")
         if self.releases and self.unit is not None:
             cure = "state bounds, or take them from public rows"
             refuse("unit", f"Released bounds protect one record, not all of a unit: {cure}.")
@@ -106,7 +101,7 @@ class DataSection(Section):
     @property
     def releases(self) -> bool:
         """Whether bounds of columns are to be released."""
-        return any(isinstance(each, NumericByRelease) for each in self.preprocessing.values())
+        return any(each.origin == "paid release" for each in self.preprocessing.values())
 
 
 class BudgetSection(Section):

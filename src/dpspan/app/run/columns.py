@@ -1,4 +1,4 @@
-"""From the plan of columns to their frozen description, made once and kept in the run's folder."""
+"""From what is planned for columns to their frozen description, made once and kept with the run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from dpspan.accounting.certificate import sha256_of
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.questions import private_quantiles
 from dpspan.app.config import DataSection
-from dpspan.app.planned import Planned
-from dpspan.app.preprocessing import Preprocessing, Values, numbers
+from dpspan.app.preprocessing import Preprocessing, numbers
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.tables import Table
 
 
 def frozen_columns(
-    data: DataSection, folder: RunFolder | None, open_ledger: Callable[[], Ledger] | None
+    data: DataSection,
+    folder: RunFolder | None = None,
+    open_ledger: Callable[[], Ledger] | None = None,
 ) -> Preprocessing | None:
     """What becomes of columns: as kept in the folder, or found now; None if nothing is planned.
 
@@ -29,26 +30,20 @@ def frozen_columns(
         kept = Preprocessing.of_document(read_json(folder.preprocessing))
         if kept.planned == planned:
             return kept
-        if any(column.origin == "paid release" for column in kept.columns.values()):
+        if "paid release" in kept.origins():
             paid = f"{folder.preprocessing} was released for another data.preprocessing"
             raise ValueError(f"{paid}. Go back to that one, or choose another output folder.")
     ledger = None
     if data.releases:
-        if folder is None or open_ledger is None:
+        if folder is None or open_ledger is None or folder.certified:
             raise ValueError(
-                "Bounds of columns are yet to be released, which `dpspan train` does: train first, "
-                "or state the bounds."
+                "Bounds of columns are yet to be released, which `dpspan train` does, in a folder "
+                "without a run. State them, or take them from public rows, for anything else."
             )
-        if folder.certified:
-            begun = f"{folder.path} holds a run that was made without {folder.preprocessing.name}"
-            raise ValueError(f"{begun}. Restore that file, or choose another output folder.")
         ledger = open_ledger()
     evidence = _Evidence(data, ledger)
-    columns = {
-        name: plan.frozen(name, evidence) if isinstance(plan, Planned) else plan
-        for name, plan in data.preprocessing.items()
-    }
-    made = Preprocessing.model_validate({"columns": columns, "planned": planned})
+    columns = {name: each.frozen(name, evidence) for name, each in data.preprocessing.items()}
+    made = Preprocessing(columns=columns, planned=planned)
     if ledger is not None and folder is not None:
         folder.write_ledger(ledger)
         folder.write_json(folder.preprocessing, made.document())
@@ -60,22 +55,15 @@ class _Evidence:
     data: DataSection
     ledger: Ledger | None
 
-    def public(self, column: str) -> Values:
+    def public(self, column: str) -> Sequence[Any]:
         tables = [each for each in self.data.public.values() if isinstance(each, Table)]
-        known = [table for table in tables if column in table.columns]
+        known = [value for table in tables for value in table.ids(column) or ()]
         if not known:
             raise ValueError(f"No table under data.public has a column '{column}' to learn from.")
-        return [value for table in known for value in _values(table, column)]
+        return known
 
-    def quantiles(
-        self, column: str, wanted: tuple[float, ...], bounds: tuple[float, float], epsilon: float
-    ) -> tuple[float, ...]:
-        assert isinstance(self.data.private, Table)
-        private = numbers(_values(self.data.private, column))
-        return private_quantiles(
-            private, wanted, bounds=bounds, epsilon=epsilon, ledger=self.ledger
-        )
-
-
-def _values(table: Table, column: str) -> Sequence[Any]:
-    return [value for piece in table.pieces([column]) for value in piece[column]]
+    def released(self, column: str, wanted: Sequence[float], **how: Any) -> tuple[float, ...]:
+        private = self.data.private.ids(column)
+        if private is None:
+            raise ValueError(f"{self.data.private.path} has no column '{column}'.")
+        return private_quantiles(numbers(private), wanted, **how, ledger=self.ledger)

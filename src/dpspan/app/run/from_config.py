@@ -115,8 +115,8 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     test = parts.test.dataset if parts.test is not None and shown else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
-    columns = {} if parts.preprocessing is None else parts.preprocessing.columns
-    learnt = any(column.origin == "public rows" for column in columns.values())
+    columns = parts.preprocessing
+    learnt = columns is not None and "public rows" in columns.origins()
     return Run(
         task=task_of(config, parts.private, private, test, model=lambda: parts.model),
         contender=contender_of(name, config, parts.public, records=records, chosen=chosen),
@@ -124,7 +124,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         folder=folder,
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
-        preprocessing=parts.preprocessing,
+        preprocessing=columns,
         public=[*parts.public.values()] if learnt else (),
         output=config.output,
         processes=processes,
