@@ -233,12 +233,13 @@ PLANS: dict[str, Any] = {
     },
     "ward": {"kind": "categorical", "origin": "public rows"},
     "seen": {"kind": "date", "origin": "public rows"},
+    "sex": COLUMNS["sex"],  # by which public rows differ from private ones, whatever is cut
 }
 
 
 def planned(folder: Path, **data: Any) -> Config:
     write_table(folder / "p.csv", rows=90)
-    write_table(folder / "public.csv", rows=60, pressure="61.25")
+    write_table(folder / "public.csv", rows=60, sex="x")
     public = {"clinic": {"format": "csv", "path": str(folder / "public.csv"), "label": "ill"}}
     return parse_config(
         configuration(folder, **({"preprocessing": PLANS, "public": public} | data))
@@ -249,13 +250,17 @@ def test_what_public_rows_and_releases_tell(tmp_path: Path) -> None:
     train(planned(tmp_path))
     run = tmp_path / "run"
     kept = Preprocessing.of_document(json.loads((run / "preprocessing.json").read_text()))
-    age, pressure, ward, seen = (kept.columns[name].model_dump(mode="json") for name in PLANS)
+    age, pressure, ward, seen, _ = (kept.columns[name].model_dump(mode="json") for name in PLANS)
     assert (age["low"], age["fill"], age["high"]) == (0.025 * 59, 29.5, 0.975 * 59)
     assert ward["values"] == ["A", "B"]  # '?' is a gap
     assert (seen["low"], seen["fill"], seen["high"]) == ("2020-01-01", "2020-01-06", "2020-01-11")
     assert 0 <= pressure["low"] <= pressure["fill"] <= pressure["high"] <= 300
     document = json.loads((run / "certificate.json").read_text())
-    origins = {"public rows": ["age", "ward", "seen"], "paid release": ["pressure"]}
+    origins = {
+        "public rows": ["age", "ward", "seen"],
+        "paid release": ["pressure"],
+        "configuration": ["sex"],
+    }
     assert document["training"]["preprocessing"]["origins"] == origins
     first, steps = document["events"]
     assert first["count"] == 3  # three quantiles, which share ε
@@ -284,7 +289,9 @@ def test_a_release_is_made_once_and_paid_first(
 
 
 def test_nothing_is_kept_of_public_rows_that_are_private(tmp_path: Path) -> None:
-    config = planned(tmp_path, preprocessing={k: v for k, v in PLANS.items() if k != "pressure"})
+    config = planned(
+        tmp_path, preprocessing={k: v for k, v in PLANS.items() if k not in ("pressure", "sex")}
+    )
     with pytest.raises(ValueError, match="also occur in the private data"):
         train(config)
     assert not (tmp_path / "run" / "preprocessing.json").exists()
