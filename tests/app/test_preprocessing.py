@@ -233,7 +233,7 @@ PLANS: dict[str, Any] = {
     },
     "ward": {"kind": "categorical", "origin": "public rows"},
     "seen": {"kind": "date", "origin": "public rows"},
-    "sex": COLUMNS["sex"],  # by which public rows differ from private ones, whatever is cut
+    "sex": COLUMNS["sex"] | {"values": ["f", "m", "x"]},  # tells public rows
 }
 
 

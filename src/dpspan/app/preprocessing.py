@@ -8,8 +8,8 @@ What cannot be read is a gap, and a value that is not listed is 'other': no erro
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -21,33 +21,24 @@ from dpspan.support.checks import expect, near
 FORMAT, VERSION = "dpspan.preprocessing", 1
 Array = np.ndarray[Any, Any]
 Values = Sequence[Any] | Array  # texts, numbers or dates; None, NaN or an empty text for a gap
+Origin = Literal["configuration", "data dictionary", "public rows", "paid release"]
+Public = Callable[[str], Values]  # a column's values in public rows
+Released = Callable[..., tuple[float, ...]]  # its private quantiles, charged before they are drawn
 Day = Annotated[
     datetime.date,
     Field(strict=False),
     BeforeValidator(lambda v: datetime.date.fromordinal(int(v)) if isinstance(v, float) else v),
 ]
-_GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
+GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
 _MIDDLE = (0.025, 0.5, 0.975)  # of public rows: what is beyond, wild values may be, is cut
 _RELEASED = (0.05, 0.5, 0.95)  # of private ones, which tell less about their ends
-_MOST = 100  # values of a column; beyond, it is no category
-
-
-class Evidence(Protocol):
-    """What may be asked about a column whose bounds or values are not stated."""
-
-    def public(self, column: str) -> Values:
-        """Its values in public rows."""
-
-    def released(self, column: str, wanted: Sequence[float], **how: Any) -> tuple[float, ...]:
-        """Quantiles of private rows, charged before they are drawn."""
+MOST = 100  # values of a column; beyond, it is no category
 
 
 class Column(Section):
     """One column; `origin` is where its bounds or values come from, never private values unpaid."""
 
-    origin: Literal["configuration", "data dictionary", "public rows", "paid release"] = (
-        "configuration"
-    )
+    origin: Origin = "configuration"
     indicator: bool = False  # whether a further feature is 1 where there is a gap
 
     def names(self, column: str) -> list[str]:
@@ -58,7 +49,7 @@ class Column(Section):
         """Its features (n, width), and how many values were none of those that are described."""
         return np.empty((len(values), 0)), 0
 
-    def frozen(self, column: str, evidence: Evidence) -> Self:
+    def frozen(self, column: str, public: Public, released: Released) -> Self:
         """With everything found that was not stated."""
         return self
 
@@ -94,10 +85,10 @@ class Scaled(Column):
     def _numbers(self) -> list[float]:
         return [float(n) for n in self.read([self.low, self.high, self.fill])]
 
-    def frozen(self, column: str, evidence: Evidence) -> Self:
+    def frozen(self, column: str, public: Public, released: Released) -> Self:
         if self.low is not None:
             return self
-        known = self.read(evidence.public(column))
+        known = self.read(public(column))
         known = known[np.isfinite(known)]
         low, fill, high = np.quantile(known, _MIDDLE).tolist() if len(known) else (0, 0, 0)
         what = f"several values of '{column}' in public rows, or stated bounds, or it to be dropped"
@@ -132,11 +123,11 @@ class Numeric(Scaled):
             refuse("", "Expected `epsilon` with `origin: paid release`, and nowhere else.")
         return self
 
-    def frozen(self, column: str, evidence: Evidence) -> Self:
+    def frozen(self, column: str, public: Public, released: Released) -> Self:
         if self.epsilon is None:
-            return super().frozen(column, evidence)
+            return super().frozen(column, public, released)
         bounds = self.low, self.high
-        found = evidence.released(column, _RELEASED, bounds=bounds, epsilon=self.epsilon)
+        found = released(column, _RELEASED, bounds=bounds, epsilon=self.epsilon)
         low, high = (found[0], found[-1]) if found[0] < found[-1] else bounds
         return self._with(low=low, high=high, fill=found[1])
 
@@ -171,12 +162,12 @@ class Categorical(Column):
             refuse("", "Expected `values`, or `origin: public rows`.")
         return self
 
-    def frozen(self, column: str, evidence: Evidence) -> Self:
+    def frozen(self, column: str, public: Public, released: Released) -> Self:
         if self.values:
             return self
-        found = sorted({str(each).strip() for each in evidence.public(column)} - _GAPS)
-        what = f"1 to {_MOST} values of '{column}' in public rows, or it to be dropped"
-        expect(0 < len(found) <= _MOST, what, len(found))
+        found = sorted({str(each).strip() for each in public(column)} - GAPS)
+        what = f"1 to {MOST} values of '{column}' in public rows, or it to be dropped"
+        expect(0 < len(found) <= MOST, what, len(found))
         return self._with(values=tuple(found))
 
     def names(self, column: str) -> list[str]:
@@ -185,7 +176,7 @@ class Categorical(Column):
 
     def encoded(self, values: Values) -> tuple[Array, int]:
         codes, other = {text: code for code, text in enumerate(self.values)}, len(self.values)
-        codes |= dict.fromkeys(_GAPS - {*codes}, other + self.indicator)
+        codes |= dict.fromkeys(GAPS - {*codes}, other + self.indicator)
         found = np.array([codes.get(str(each).strip(), other) for each in values], dtype=np.intp)
         return np.eye(other + 1 + self.indicator)[found], int((found >= other).sum())
 

@@ -1,16 +1,16 @@
 """From what is planned for columns to their frozen description, made once and kept with the run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dpspan.accounting.certificate import sha256_of
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.questions import private_quantiles
 from dpspan.app.config import DataSection
-from dpspan.app.preprocessing import Preprocessing, numbers
+from dpspan.app.preprocessing import Preprocessing, Values, numbers
 from dpspan.app.run.folder import RunFolder, read_json
-from dpspan.app.tables import Table
+from dpspan.support.checks import expect
 
 
 def frozen_columns(
@@ -41,8 +41,8 @@ def frozen_columns(
                 "without a run. State them, or take them from public rows, for anything else."
             )
         ledger = open_ledger()
-    evidence = _Evidence(data, ledger)
-    columns = {name: each.frozen(name, evidence) for name, each in data.preprocessing.items()}
+    ask = partial(_public, data), partial(_released, data, ledger)
+    columns = {name: each.frozen(name, *ask) for name, each in data.preprocessing.items()}
     made = Preprocessing(columns=columns, planned=planned)
     if ledger is not None and folder is not None:
         folder.write_ledger(ledger)
@@ -50,20 +50,16 @@ def frozen_columns(
     return made
 
 
-@dataclass(frozen=True)
-class _Evidence:
-    data: DataSection
-    ledger: Ledger | None
+def _public(data: DataSection, column: str) -> Values:
+    known = [value for table in data.public.values() for value in table.ids(column) or ()]
+    expect(bool(known), f"a table under data.public with a column '{column}'", None)
+    return known
 
-    def public(self, column: str) -> Sequence[Any]:
-        tables = [each for each in self.data.public.values() if isinstance(each, Table)]
-        known = [value for table in tables for value in table.ids(column) or ()]
-        if not known:
-            raise ValueError(f"No table under data.public has a column '{column}' to learn from.")
-        return known
 
-    def released(self, column: str, wanted: Sequence[float], **how: Any) -> tuple[float, ...]:
-        private = self.data.private.ids(column)
-        if private is None:
-            raise ValueError(f"{self.data.private.path} has no column '{column}'.")
-        return private_quantiles(numbers(private), wanted, **how, ledger=self.ledger)
+def _released(
+    data: DataSection, ledger: Ledger | None, column: str, *wanted: Any, **how: Any
+) -> tuple[float, ...]:
+    private = data.private.ids(column)
+    if private is None:
+        raise ValueError(f"{data.private.path} has no column '{column}'.")
+    return private_quantiles(numbers(private), *wanted, **how, ledger=ledger)
