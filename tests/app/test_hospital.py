@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from dpspan.app.cli import app
 from dpspan.app.config import load_config
 from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.columns import frozen_columns
 from helpers.needs import extra
 
 BOUNDS = {  # of each group of ten measurements: what a textbook would say
@@ -65,10 +66,10 @@ def write_hospital(folder: Path, delimiter: str = ",", seed: int = 0) -> None:
         writer.writerow(["patient_id", "id", "", "", "", ""])
         writer.writerow(["admitted", "date", "2024-01-01", "2024-12-31", "", ""])
         for name in names:
-            writer.writerow([name, "number", *bounds(name), "", "mm"])
-        writer.writerow(["ward", "category", "", "", "north|south", ""])
-        writer.writerow(["note", "text", "", "", "", ""])
-        writer.writerow(["diagnosis", "label", "", "", "", ""])
+            writer.writerow([name, "numeric", *bounds(name), "", "mm"])
+        writer.writerow(["ward", "categorical", "", "", "north|south", ""])
+        writer.writerow(["note", "drop", "", "", "", ""])
+        writer.writerow(["diagnosis", "drop", "", "", "", ""])
 
 
 @pytest.fixture
@@ -122,23 +123,26 @@ def test_delimiters_are_told_by_the_first_line(
     assert "patient_id" not in plain.private.inputs  # an id would be learnt by heart
 
 
-def test_types_are_told_by_public_rows(hospital: Path) -> None:
-    text = (hospital / "test.csv").read_text().replace("SECRET ward", "east")
-    (hospital / "public.csv").write_text(text)
-    dpspan(*BEGIN, "--public", "public.csv")
+def test_bounds_that_the_dictionary_lacks_come_from_public_rows(hospital: Path) -> None:
+    lines = (hospital / "dictionary.csv").read_text().splitlines()
+    names = [",".join(line.split(",")[:2]) for line in lines]
+    (hospital / "names.csv").write_text("\n".join(names))
+    dpspan(*BEGIN, "--dictionary", "names.csv", "--public", "test.csv", "--model", "logistic")
     columns = load_config("config.yaml").data.preprocessing
-    kinds = {name: column.kind for name, column in columns.items()}
-    assert set(kinds.values()) == {"id", "date", "numeric", "categorical", "drop"}
-    assert (kinds["admitted"], kinds["ward"], kinds["note"]) == ("date", "categorical", "drop")
-    assert {c.origin for c in columns.values() if c.kind == "numeric"} == {"public rows"}
+    assert {column.origin for column in columns.values() if column.kind == "numeric"} == {
+        "public rows"
+    }
+    made = frozen_columns(load_config("config.yaml"))
+    assert made is not None
+    assert made.columns["ward"].model_dump()["values"] == ("SECRET ward", "north", "south")
 
 
 def test_every_problem_is_told_at_once(hospital: Path) -> None:
     lines = (hospital / "dictionary.csv").read_text().splitlines()
     lines[2] = "admitted,date,2024-12-31,2024-01-01,,"
     lines[3] = "mean radius,SECRET,,,,"
-    lines[4] = "mean texture,number,few,40,,"
-    lines[5] = ",number,1,2,,"
+    lines[4] = "mean texture,numeric,few,40,,"
+    lines[5] = "mean perimeter,numeric,1,,,"
     (hospital / "bad.csv").write_text("\n".join(lines))
     (hospital / "config.yaml").write_text("")
     said = dpspan(*BEGIN[:-1], "SECRET", "--dictionary", "bad.csv", "--test", "none.csv", code=1)
@@ -148,8 +152,8 @@ def test_every_problem_is_told_at_once(hospital: Path) -> None:
         "There is nothing at none.csv",
         "bad.csv:3: Expected the lower bound below the upper one",
         "bad.csv:4: Expected 'kind' to be one of 'numeric', 'date', 'categorical', 'drop', 'id'.",
-        "bad.csv:5: Expected a number",
-        "bad.csv:6: Expected a name and a type.",
+        "bad.csv:5: Input should be a valid number",
+        "bad.csv:6: Expected `low` and `high`, or neither",
     ):
         assert expected in said.stderr
     assert "SECRET" not in said.stderr.replace("SECRET'", "")
@@ -158,10 +162,12 @@ def test_every_problem_is_told_at_once(hospital: Path) -> None:
 def test_a_dictionary_and_a_table_that_differ(hospital: Path) -> None:
     lines = (hospital / "dictionary.csv").read_text().splitlines()
     lines[1] = lines[1].replace("patient_id", "case")
-    (hospital / "other.csv").write_text("\n".join(line for line in lines if "ward" not in line))
+    (hospital / "other.csv").write_text("\n".join(lines))
     said = dpspan(*BEGIN, "--dictionary", "other.csv", code=1).stderr
-    assert "other.csv describes columns that the data lack: case." in said
-    assert "other.csv lacks 1 columns that are not labels, number 33: add them" in said
+    assert "other.csv describes columns that are not there: case." in said
+    (hospital / "other.csv").write_text("\n".join([lines[0], *lines[2:-3]]))
+    said = dpspan(*BEGIN, "--dictionary", "other.csv", code=1).stderr
+    assert "other.csv lacks input columns number 33, 34: add them, as `drop`" in said
     swapped = dpspan(*BEGIN, "--dictionary", "patients.csv", code=1).stderr
     assert "Expected columns `name` and `type` in the dictionary patients.csv." in swapped
 

@@ -213,7 +213,7 @@ def test_a_run_keeps_and_certifies_it(tmp_path: Path) -> None:
 def test_a_column_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
     write_table(tmp_path / "p.csv", age="1;5 SECRET", ward="SECRET")
     source = Csv(path=tmp_path / "p.csv", label="ill")
-    with pytest.raises(ValueError, match=r"describes: 'age', 'ward'\. Look at the") as caught:
+    with pytest.raises(ValueError, match=r"in columns 'age', 'ward' of .*csv is what") as caught:
         source.prepared(described())
     assert "SECRET" not in str(caught.value)
     write_table(tmp_path / "p.csv", rows=3, ward="C")  # a few may well be others
@@ -253,7 +253,7 @@ def test_what_public_rows_and_releases_tell(tmp_path: Path) -> None:
     age, pressure, ward, seen, _ = (kept.columns[name].model_dump(mode="json") for name in PLANS)
     assert (age["low"], age["fill"], age["high"]) == (0.025 * 59, 29.5, 0.975 * 59)
     assert ward["values"] == ["A", "B"]  # '?' is a gap
-    assert (seen["low"], seen["fill"], seen["high"]) == ("2020-01-01", "2020-01-06", "2020-01-11")
+    assert (seen["low"], seen["fill"], seen["high"]) == ("2020-01-01", "2020-01-05", "2020-01-11")
     assert 0 <= pressure["low"] <= pressure["fill"] <= pressure["high"] <= 300
     document = json.loads((run / "certificate.json").read_text())
     origins = {
@@ -267,8 +267,6 @@ def test_what_public_rows_and_releases_tell(tmp_path: Path) -> None:
     assert "0.1666" in first["text"]
     assert steps["count"] == document["steps"] - 3
     assert document["epsilon"] <= 3.0  # all of it together
-    used = {each["name"]: each["detail"] for each in document["public"]}
-    assert used == {"clinic": "what became of columns"}
 
 
 def test_a_release_is_made_once_and_paid_first(

@@ -7,6 +7,7 @@ What cannot be read is a gap, and a value that is not listed is 'other': no erro
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -15,24 +16,24 @@ import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from dpspan.accounting.certificate import sha256_of
+from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.questions import private_quantiles
 from dpspan.app.section import Positive, Section, Texts, refuse
 from dpspan.support.checks import expect, near
 
-FORMAT, VERSION = "dpspan.preprocessing", 1
 Array = np.ndarray[Any, Any]
 Values = Sequence[Any] | Array  # texts, numbers or dates; None, NaN or an empty text for a gap
 Origin = Literal["configuration", "data dictionary", "public rows", "paid release"]
-Public = Callable[[str], Values]  # a column's values in public rows
-Released = Callable[..., tuple[float, ...]]  # its private quantiles, charged before they are drawn
+Rows = Callable[[str], Values]  # the values of a column
 Day = Annotated[
     datetime.date,
     Field(strict=False),
     BeforeValidator(lambda v: datetime.date.fromordinal(int(v)) if isinstance(v, float) else v),
 ]
-GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
+_GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
 _MIDDLE = (0.025, 0.5, 0.975)  # of public rows: what is beyond, wild values may be, is cut
 _RELEASED = (0.05, 0.5, 0.95)  # of private ones, which tell less about their ends
-MOST = 100  # values of a column; beyond, it is no category
+_MOST = 100  # values of a column; beyond, it is no category
 
 
 class Column(Section):
@@ -47,10 +48,9 @@ class Column(Section):
 
     def encoded(self, values: Values) -> tuple[Array, int]:
         """Its features (n, width), and how many values were none of those that are described."""
-        return np.empty((len(values), 0)), 0
+        raise NotImplementedError
 
-    def frozen(self, column: str, public: Public, released: Released) -> Self:
-        """With everything found that was not stated."""
+    def frozen(self, column: str, public: Rows, private: Rows, ledger: Ledger) -> Self:
         return self
 
     def _with(self, **found: Any) -> Self:
@@ -61,15 +61,15 @@ class Scaled(Column):
     """A number between two bounds, put between −1 and 1; what is beyond a bound counts as it.
 
     A gap becomes `fill`, by default the middle. Without bounds those of the middle 95 % of public
-    rows are found, and the median for gaps.
+    rows are found, and the median for gaps; a release finds such inside of the bounds, for ε.
     """
 
     low: Any = None
     high: Any = None
     fill: Any = None
+    epsilon: Positive | None = None
 
     def read(self, values: Values) -> Array:
-        """As float64; NaN for a gap."""
         return numbers(values)
 
     @model_validator(mode="after")
@@ -80,19 +80,26 @@ class Scaled(Column):
             refuse("", "Expected `low` and `high`, or neither with `origin: public rows`.")
         if low >= high or fill < low or fill > high:
             refuse("", "Expected the lower bound below the upper one, and `fill` between them.")
+        if (self.origin == "paid release") != (self.epsilon is not None):
+            refuse("", "Expected `epsilon` with `origin: paid release`, and nowhere else.")
         return self
 
     def _numbers(self) -> list[float]:
         return [float(n) for n in self.read([self.low, self.high, self.fill])]
 
-    def frozen(self, column: str, public: Public, released: Released) -> Self:
-        if self.low is not None:
+    def frozen(self, column: str, public: Rows, private: Rows, ledger: Ledger) -> Self:
+        if self.low is not None and self.epsilon is None:
             return self
-        known = self.read(public(column))
-        known = known[np.isfinite(known)]
-        low, fill, high = np.quantile(known, _MIDDLE).tolist() if len(known) else (0, 0, 0)
-        what = f"several values of '{column}' in public rows, or stated bounds, or it to be dropped"
-        expect(low < high, what, None)
+        if self.epsilon is not None:
+            bounds = low, high = self._numbers()[0], self._numbers()[1]
+            paid: Any = {"bounds": bounds, "epsilon": self.epsilon, "ledger": ledger}
+            found = private_quantiles(self.read(private(column)), _RELEASED, **paid)
+            low, fill, high = found if found[0] < found[2] else (low, found[1], high)
+        else:
+            known = self.read(public(column))
+            known = known[np.isfinite(known)]
+            low, fill, high = np.quantile(known, _MIDDLE).tolist() if len(known) else (0, 0, 0)
+            expect(low < high, f"several values of '{column}' in public rows, or its bounds", None)
         return self._with(low=low, high=high, fill=fill)
 
     def names(self, column: str) -> list[str]:
@@ -109,27 +116,12 @@ class Scaled(Column):
 
 
 class Numeric(Scaled):
-    """A number. A release finds bounds inside of those that are given, and the median, for ε."""
+    """A number."""
 
     kind: Literal["numeric"] = "numeric"
     low: float | None = None
     high: float | None = None
     fill: float | None = None
-    epsilon: Positive | None = None
-
-    @model_validator(mode="after")
-    def _has_its_price(self) -> Self:
-        if (self.origin == "paid release") != (self.epsilon is not None):
-            refuse("", "Expected `epsilon` with `origin: paid release`, and nowhere else.")
-        return self
-
-    def frozen(self, column: str, public: Public, released: Released) -> Self:
-        if self.epsilon is None:
-            return super().frozen(column, public, released)
-        bounds = self.low, self.high
-        found = released(column, _RELEASED, bounds=bounds, epsilon=self.epsilon)
-        low, high = (found[0], found[-1]) if found[0] < found[-1] else bounds
-        return self._with(low=low, high=high, fill=found[1])
 
 
 class Date(Scaled):
@@ -162,12 +154,12 @@ class Categorical(Column):
             refuse("", "Expected `values`, or `origin: public rows`.")
         return self
 
-    def frozen(self, column: str, public: Public, released: Released) -> Self:
+    def frozen(self, column: str, public: Rows, private: Rows, ledger: Ledger) -> Self:
         if self.values:
             return self
-        found = sorted({str(each).strip() for each in public(column)} - GAPS)
-        what = f"1 to {MOST} values of '{column}' in public rows, or it to be dropped"
-        expect(0 < len(found) <= MOST, what, len(found))
+        found = sorted({str(each).strip() for each in public(column)} - _GAPS)
+        what = f"1 to {_MOST} values of '{column}' in public rows, or it to be dropped"
+        expect(0 < len(found) <= _MOST, what, len(found))
         return self._with(values=tuple(found))
 
     def names(self, column: str) -> list[str]:
@@ -176,7 +168,7 @@ class Categorical(Column):
 
     def encoded(self, values: Values) -> tuple[Array, int]:
         codes, other = {text: code for code, text in enumerate(self.values)}, len(self.values)
-        codes |= dict.fromkeys(GAPS - {*codes}, other + self.indicator)
+        codes |= dict.fromkeys(_GAPS - {*codes}, other + self.indicator)
         found = np.array([codes.get(str(each).strip(), other) for each in values], dtype=np.intp)
         return np.eye(other + 1 + self.indicator)[found], int((found >= other).sum())
 
@@ -193,6 +185,8 @@ AnyColumn = Annotated[Numeric | Date | Categorical | Unused, Field(discriminator
 class Preprocessing(Section):
     """The columns of a table by name, in order; frozen, public, and a part of the model."""
 
+    format: Literal["dpspan.preprocessing"] = "dpspan.preprocessing"
+    version: Literal[1] = 1
     columns: dict[str, AnyColumn]
     planned: str | None = None  # SHA-256 of the section of a configuration that it was made of
 
@@ -223,36 +217,25 @@ class Preprocessing(Section):
             raise ValueError(f"Expected columns that {where} does not have: {', '.join(missing)}.")
 
     def document(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
+        return self.model_dump(mode="json")
 
     @classmethod
     def of_document(cls, document: Any) -> Self:
         """What `document` gave; ValueError, which shows nothing of it, if it is something else."""
-        try:
-            if (document["format"], document["version"]) == (FORMAT, VERSION):
-                return cls.model_validate({key: document[key] for key in cls.model_fields})
-        except (LookupError, TypeError, ValidationError):
-            pass
-        what = f"a description of columns ({FORMAT}, version {VERSION})"
-        raise ValueError(f"Expected {what}, got something else.")
+        with contextlib.suppress(ValidationError):
+            return cls.model_validate(document)
+        raise ValueError("Expected a description of columns (dpspan.preprocessing, version 1).")
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the document."""
         return sha256_of(self.document())
 
-    def origins(self) -> dict[str, list[str]]:
-        """Which columns have their bounds or values from where."""
+    def summary(self) -> dict[str, Any]:
+        """For the certificate: the digest, and which columns have bounds or values from where."""
         found: dict[str, list[str]] = {}
         for name in self.used:
             found.setdefault(self.columns[name].origin, []).append(name)
-        return found
-
-    def summary(self) -> dict[str, Any]:
-        """For the certificate."""
-        count = len(self.feature_names)
-        return {"sha256": self.digest, "features": count, "origins": self.origins()}
+        return {"sha256": self.digest, "features": len(self.feature_names), "origins": found}
 
 
 def numbers(values: Values) -> Array:

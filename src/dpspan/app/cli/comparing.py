@@ -173,7 +173,7 @@ def advise_command(
     from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import contender_of, task_of
 
-    columns, classes = frozen_columns(settings.data), settings.data.classes
+    columns, classes = frozen_columns(settings), settings.data.classes
     loaded = {
         name: load(each, classes=classes, preprocessing=columns)
         for name, each in settings.data.public.items()

@@ -16,7 +16,6 @@ from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
 from dpspan.support.checks import near
 
 _Keys = dict[str, Any]
-_TABLES = ("csv", "parquet")
 _LIKE_AN_ID = re.compile(  # patient_id, user-uuid, SSN, patientID; neither grid nor valid
     r"(?i:(.*[\W_])?(id|uuid|guid|ssn|mrn|email|patient|subject|person|user|customer|client))"
     r"|.*[a-z](ID|Id)"
@@ -28,17 +27,11 @@ def init(
     data: Annotated[Path | None, typer.Option(help="The private data: a file or folder.")] = None,
     classes: Annotated[str | None, typer.Option(help="Their number, or names: cat,dog.")] = None,
     label: Annotated[str | None, typer.Option(help="Column or array with the labels.")] = None,
-    dictionary: Annotated[
-        Path | None, typer.Option(help="CSV with name, type, low, high, values of each column.")
-    ] = None,
-    unit: Annotated[
-        str | None, typer.Option(help="Column of ids, if a person may have several records.")
-    ] = None,
+    dictionary: Annotated[Path | None, typer.Option(help="CSV that describes columns.")] = None,
+    unit: Annotated[str | None, typer.Option(help="Column of ids, for several a person.")] = None,
     records: Annotated[int | None, typer.Option(help="About how many, if you may tell.")] = None,
     test: Annotated[Path | None, typer.Option(help="Test data like the private data.")] = None,
-    test_is_public: Annotated[
-        bool, typer.Option("--test-is-public", help="Anybody may see results on the test data.")
-    ] = False,
+    test_is_public: Annotated[bool, typer.Option(help="Anybody may see results.")] = False,
     public: Annotated[Path | None, typer.Option(help="Public data like the private data.")] = None,
     model: Annotated[str, typer.Option(help="A built-in name, or package.module:factory.")] = "mlp",
     epsilon: Annotated[float, typer.Option(help="ε of the whole run.")] = 3.0,
@@ -56,9 +49,7 @@ def init(
     if interactive:
         data = data or Path(typer.prompt("Private data (file or folder)"))
         classes = classes or typer.prompt("Number of classes, or their names (cat,dog)")
-    problems: list[str] = []
-    sources: dict[str, _Keys] = {}
-    columns: _Keys = {}
+    problems, sources, columns = list[str](), dict[str, _Keys](), _Keys()
     if data is None or classes is None:
         problems.append("Expected --data and --classes, or --interactive to be asked for them.")
     if out.exists() and not force:
@@ -76,18 +67,15 @@ def init(
         if typer.confirm(f"'{name}' looks like an id. May a person have several records?"):
             unit = name
             break
-    is_table = private.get("format") in _TABLES
     with _noted(problems):
-        if dictionary is not None or (is_table and public is not None):
-            columns = _described(private, dictionary, sources.get("public"))
+        if dictionary is not None:
+            columns = _described(_names(private), dictionary, private.get("label"))
     if problems:
         raise ValueError("\n".join(problems))
-    if is_table:  # an id would be learnt by heart
-        ids = {*likely, unit}
-        columns |= {unit: {"kind": "id"}} if unit in columns else {}
-        for each in (s for s in sources.values() if s["format"] in _TABLES):
-            names = [name for name in each.pop("inputs") if name not in ids]
-            each |= {} if columns else {"inputs": names}
+    columns |= {unit: {"kind": "id"}} if unit in columns else {}
+    for each in (s for s in sources.values() if s["format"] in ("csv", "parquet")):
+        names = [name for name in each.pop("inputs") if name not in (*likely, unit)]
+        each |= {} if columns else {"inputs": names}  # an id would be learnt by heart
     assert classes is not None
     facts = {
         "classes": int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes.strip()),
@@ -128,31 +116,17 @@ def _noted(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _described(private: _Keys, dictionary: Path | None, public: _Keys | None) -> _Keys:
-    """What becomes of columns, by a dictionary, or by what public rows hold."""
-    from dpspan.app.dictionary import read_dictionary, told_by
-    from dpspan.app.tables import Csv, Parquet, Table
+def _described(names: list[str], dictionary: Path, label: str | None) -> _Keys:
+    """What becomes of the columns of these names."""
+    from dpspan.app.dictionary import read_dictionary
 
-    names = _names(private)
-    ids = {name: {"kind": "id"} for name in names if _LIKE_AN_ID.fullmatch(name)}
-    if dictionary is not None:
-        known: _Keys = read_dictionary(dictionary)
-    else:
-        assert public is not None
-        kind: type[Table] = Csv if public["format"] == "csv" else Parquet
-        rows = kind.model_validate(public | {"inputs": ()})
-        known = {name: told_by(rows.ids(name) or ()) for name in names if name not in ids}
-    lost = [name for name in known if name not in [*names, private.get("label")]]
-    known = ids | known
-    new = [str(place) for place, name in enumerate(names, 1) if name not in known]
-    problems = []
-    if lost:
-        problems.append(f"{dictionary} describes columns that the data lack: {', '.join(lost)}.")
-    if new:  # unnamed: a first line may be a record
-        where = f"{len(new)} columns that are not labels, number {', '.join(new)}"
-        problems.append(f"{dictionary} lacks {where}: add them, as `drop` if they are of no use.")
-    if problems:
-        raise ValueError("\n".join(problems))
+    known = {name: {"kind": "id"} for name in names if _LIKE_AN_ID.fullmatch(name)}
+    known |= read_dictionary(dictionary)
+    if lost := [name for name in known if name not in (*names, label)]:
+        raise ValueError(f"{dictionary} describes columns that are not there: {', '.join(lost)}.")
+    if new := [str(place) for place, name in enumerate(names, 1) if name not in known]:
+        where = f"input columns number {', '.join(new)}"  # unnamed: a first line may be a record
+        raise ValueError(f"{dictionary} lacks {where}: add them, as `drop` if they are of no use.")
     return {name: known[name] for name in names}
 
 

@@ -1,28 +1,27 @@
 """From what is planned for columns to their frozen description, made once and kept with the run."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from dpspan.accounting.certificate import sha256_of
 from dpspan.accounting.ledger import Ledger
-from dpspan.accounting.questions import private_quantiles
-from dpspan.app.config import DataSection
-from dpspan.app.preprocessing import Preprocessing, Values, numbers
+from dpspan.accounting.promises import Budget
+from dpspan.app.config import Config
+from dpspan.app.data import Source
+from dpspan.app.preprocessing import Preprocessing, Values
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.support.checks import expect
 
 
 def frozen_columns(
-    data: DataSection,
-    folder: RunFolder | None = None,
-    open_ledger: Callable[[], Ledger] | None = None,
+    config: Config, folder: RunFolder | None = None, *, pays: bool = False
 ) -> Preprocessing | None:
     """What becomes of columns: as kept in the folder, or found now; None if nothing is planned.
 
-    Releases need a folder, and a ledger, which is on the disk before what was released is. To make
-    them again would be one more release.
+    A release is on the ledger, and that on the disk, before anything else. It is made once: to make
+    it again would be one more.
     """
+    data, budget = config.data, config.budget
     if not data.preprocessing:
         return None
     planned = sha256_of(data.model_dump(mode="json")["preprocessing"])
@@ -30,36 +29,28 @@ def frozen_columns(
         kept = Preprocessing.of_document(read_json(folder.preprocessing))
         if kept.planned == planned:
             return kept
-        if "paid release" in kept.origins():
+        if any(column.origin == "paid release" for column in kept.columns.values()):
             paid = f"{folder.preprocessing} was released for another data.preprocessing"
             raise ValueError(f"{paid}. Go back to that one, or choose another output folder.")
-    ledger = None
+    ledger = Ledger()
     if data.releases:
-        if folder is None or open_ledger is None or folder.certified:
+        if folder is None or not pays or folder.certified:
             raise ValueError(
                 "Bounds of columns are yet to be released, which `dpspan train` does, in a folder "
                 "without a run. State them, or take them from public rows, for anything else."
             )
-        ledger = open_ledger()
-    ask = partial(_public, data), partial(_released, data, ledger)
+        limit = budget.epsilon and Budget(epsilon=budget.epsilon, delta=budget.delta)
+        ledger = folder.open_ledger(budget.accountant, limit or None)
+    ask = partial(_values, data.public.values()), partial(_values, [data.private]), ledger
     columns = {name: each.frozen(name, *ask) for name, each in data.preprocessing.items()}
     made = Preprocessing(columns=columns, planned=planned)
-    if ledger is not None and folder is not None:
+    if data.releases and folder is not None:
         folder.write_ledger(ledger)
-        folder.write_json(folder.preprocessing, made.document())
+        folder.keep_columns(made)
     return made
 
 
-def _public(data: DataSection, column: str) -> Values:
-    known = [value for table in data.public.values() for value in table.ids(column) or ()]
-    expect(bool(known), f"a table under data.public with a column '{column}'", None)
+def _values(sources: Iterable[Source], column: str) -> Values:
+    known = [value for source in sources for value in source.ids(column) or ()]
+    expect(bool(known), f"a column '{column}' with values, in data.public or data.private", None)
     return known
-
-
-def _released(
-    data: DataSection, ledger: Ledger | None, column: str, *wanted: Any, **how: Any
-) -> tuple[float, ...]:
-    private = data.private.ids(column)
-    if private is None:
-        raise ValueError(f"{data.private.path} has no column '{column}'.")
-    return private_quantiles(numbers(private), *wanted, **how, ledger=ledger)

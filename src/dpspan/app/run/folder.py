@@ -22,6 +22,7 @@ from torch import nn
 from dpspan.accounting.certificate import write_certificate
 from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
 from dpspan.support.files import locked, replacing
@@ -193,6 +194,10 @@ class RunFolder:
     def write_certificate(self, document: Mapping[str, Any]) -> None:
         if self.writes:
             write_certificate(self.certificate, document)
+
+    def keep_columns(self, columns: Preprocessing | None) -> None:
+        if columns is not None:
+            self.write_json(self.preprocessing, columns.document())
 
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""

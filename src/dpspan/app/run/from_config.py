@@ -19,7 +19,6 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.sections import (
@@ -105,7 +104,9 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
     kept = folder.kept_features(wanted=goes_on and config.features is not None)
-    parts = make_parts(config, features=kept, folder=folder, pays=True)
+    columns = frozen_columns(config, folder, pays=True)
+    parts = make_parts(config, features=kept, columns=columns)
+    folder.keep_columns(columns)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
         folder.remove(folder.features)  # of a run that never came to a step
@@ -115,8 +116,6 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     test = parts.test.dataset if parts.test is not None and shown else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
-    columns = parts.preprocessing
-    learnt = columns is not None and "public rows" in columns.origins()
     return Run(
         task=task_of(config, parts.private, private, test, model=lambda: parts.model),
         contender=contender_of(name, config, parts.public, records=records, chosen=chosen),
@@ -125,7 +124,6 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
         preprocessing=columns,
-        public=[*parts.public.values()] if learnt else (),
         output=config.output,
         processes=processes,
     )
@@ -140,26 +138,17 @@ class Parts:
     test: Loaded | None
     model: nn.Module
     layer: PatchFeatures | None  # what all of these data have been through
-    preprocessing: Preprocessing | None = None  # and before, if they are tables
 
 
 def make_parts(
-    config: Config,
-    *,
-    features: Path | None = None,
-    folder: RunFolder | None = None,
-    pays: bool = False,
+    config: Config, *, features: Path | None = None, columns: Preprocessing | None = None
 ) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
-    A frozen layer is read from the file `features`; without one it is learnt. What became of
-    columns is read from the folder, or found; what of that costs privacy must be allowed by `pays`.
+    A frozen layer is read from the file `features`; without one it is learnt. What becomes of
+    columns is found if it is not given.
     """
-    data, device = config.data, device_of(config)
-    ledger: Callable[[], Ledger] | None = None
-    if folder is not None and pays:
-        ledger = functools.partial(folder.open_ledger, config.budget.accountant, _budget(config))
-    columns = frozen_columns(data, folder, ledger)
+    data, device, columns = config.data, device_of(config), columns or frozen_columns(config)
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
@@ -178,11 +167,7 @@ def make_parts(
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    if columns is not None and folder is not None and pays:
-        folder.write_json(folder.preprocessing, columns.document())
-    return Parts(
-        private=private, public=public, test=test, model=model, layer=layer, preprocessing=columns
-    )
+    return Parts(private=private, public=public, test=test, model=model, layer=layer)
 
 
 def _load(

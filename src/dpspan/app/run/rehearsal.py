@@ -10,6 +10,7 @@ from torch.utils.data import ConcatDataset
 
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config
+from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
 from dpspan.app.run.training import FixedNoise, Training, noise_for
@@ -30,7 +31,7 @@ class Rehearsal:
             raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
         kept = folder.features if folder.features.exists() else None
         kept = kept if config.features is not None else None
-        parts = make_parts(config, features=kept, folder=folder)
+        parts = make_parts(config, features=kept, columns=frozen_columns(config, folder))
         private = parts.private.dataset
         chosen = None
         if config.choose is not None:

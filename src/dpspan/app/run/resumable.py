@@ -70,7 +70,6 @@ class Run:
     lines: int | None = None
     features: str | None = None  # the digest of the frozen layer that the data have been through
     preprocessing: Preprocessing | None = None  # what became of the columns of tables
-    public: Sequence[PublicData] = ()  # which that may have been learnt from
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
@@ -143,8 +142,6 @@ class Run:
             self._ledger.warn("unprivate: results on test data not declared public were written")
         elif self.task.test is not None:
             self._declare(PublicData.of(self.task.test, name="test"), "measured on")
-        for data in self.public:
-            self._declare(data, "what became of columns")
 
     def _declare(self, data: PublicData, purpose: str) -> None:
         self._ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
