@@ -245,7 +245,7 @@ BAD = {
     "twice": (lambda f: Csv(path=text(f, "a,a\n1,2\n"), inputs=("a",)), "two columns 'a'"),
     "numeric": (
         lambda f: Csv(path=text(f, "a,b\n1,2\nx,3\n"), inputs=("a", "b")),
-        r"numbers in column 'a' .*got something else in row 2. List its possible values",
+        r"numbers in column 'a' .*got something else in row 2. Describe the column",
     ),
     "gap": (lambda f: Csv(path=text(f, "a,b\n1,2\n,3\n"), inputs=("a",)), "else in row 2"),
     "ragged": (lambda f: Csv(path=text(f, "a,b\n1,2\n1\n"), inputs=("a",)), "line 3 has 1 values"),

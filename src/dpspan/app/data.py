@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import TensorDataset
 
+    from dpspan.app.preprocessing import Preprocessing
+
 Array = np.ndarray[Any, Any]
 Classes = int | tuple[str, ...]  # how many, or their names in order
 Layout = Literal["as_is", "add_channel", "channels_last"]
@@ -52,6 +54,11 @@ class Source(Section):
     std: float | Numbers = 1.0
 
     @property
+    def scaled(self) -> bool:
+        """Whether it says by what."""
+        return (self.scale, self.mean, self.std) != (None, 0.0, 1.0)
+
+    @property
     def records(self) -> tuple[object, ...]:
         """Where the records are: sources that agree in this read the same ones."""
         return (self.path.resolve(),)
@@ -63,6 +70,10 @@ class Source(Section):
     @abstractmethod
     def read(self, classes: Classes) -> Raw:
         """The arrays; without a layout, images without channels get one, all else stays."""
+
+    def prepared(self, preprocessing: Preprocessing) -> Raw:
+        """The arrays, as a description of columns makes them."""
+        raise ValueError(f"{self.path} is no table: data.preprocessing is about columns.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +123,7 @@ def _pieces(inputs: Tensor) -> Iterator[Tensor]:
     return (piece.float() for piece in inputs.split(_PIECE))
 
 
-def load(source: Source, *, classes: Classes) -> Loaded:
+def load(source: Source, *, classes: Classes, preprocessing: Preprocessing | None = None) -> Loaded:
     """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
 
     The number of classes is given, not counted: which labels occur is private. Errors show no value
@@ -127,7 +138,9 @@ def load(source: Source, *, classes: Classes) -> Loaded:
     if not source.path.exists():
         here = f"Paths are relative to the folder that dpspan is started in, {Path.cwd()}"
         raise FileNotFoundError(f"There is nothing at {source.path}. {here}.")
-    inputs, labels, layout = source.read(classes)
+    inputs, labels, layout = (
+        source.read(classes) if preprocessing is None else source.prepared(preprocessing)
+    )
     if inputs.dtype == object or inputs.ndim < 2 or not len(inputs):
         raise ValueError(
             f"Expected inputs of shape (samples, …) in {source.path}, all samples of one shape and "

@@ -135,7 +135,7 @@ def parse(text: str, model: type[Model], *, name: str) -> Model:
     for found in complete.errors():
         place, line = _place(lines, found, known)
         # Of a value that could be several things, one complaint will do.
-        problems.setdefault((place, line), f"{name}:{line}: {place}: {_sentence(found)}")
+        problems.setdefault((place, line), f"{name}:{line}: {place}: {sentence(found)}")
     raise ConfigError("\n".join(problems.values()))
 
 
@@ -225,7 +225,7 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-def _sentence(problem: Mapping[str, Any]) -> str:
+def sentence(problem: Mapping[str, Any]) -> str:
     """What was expected; of what was found only the kind."""
     kind, context = problem["type"], problem.get("ctx", {})
     got = f", got {_kind(problem['input'])}"

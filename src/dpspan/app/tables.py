@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,43 +14,91 @@ import numpy as np
 from pydantic import Field
 
 from dpspan.app.data import Array, Classes, Raw, Source, check_names, optional, reading
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.section import Texts
 from dpspan.support.checks import expect
 
 _LINES = 1024  # of a CSV file read at a time
 _BATCH = 8192  # rows of a Parquet file read at a time
+_A_FEW = 20  # rows, which may all lack a value by chance
+_Piece = dict[str, list[Any] | Array]
 
 
 class Table(Source):
     """Columns of numbers, and of texts out of a list that is known in advance.
 
     `categories` gives the possible texts of a column, which becomes one number (0 or 1) for each
-    of them; `mean` and `std` then count these.
+    of them; `mean` and `std` then count these. With data.preprocessing, which says more about every
+    column, all of these are left out but the label.
     """
 
-    inputs: Texts = Field(min_length=1)
+    inputs: Texts = ()
     label: str | None = None
     categories: dict[str, Texts] = Field(default_factory=dict)
 
     def read(self, classes: Classes) -> Raw:
+        expect(bool(self.inputs), f"inputs for {self.path}, or data.preprocessing", None)
         strange = ", ".join(sorted(set(self.categories) - set(self.inputs)))
         expect(not strange, f"categories of columns among inputs for {self.path}", strange)
-        names = [*self.inputs, *([] if self.label is None else [self.label])]
-        columns = {name: _Column(self.categories.get(name)) for name in self.inputs}
-        inputs, labels = _Rows(), []
-        for values in self.pieces(list(dict.fromkeys(names))):
-            parts = {name: column.numbers(values[name]) for name, column in columns.items()}
-            if all(column.wrong is None for column in columns.values()):
-                inputs.append(np.concatenate([parts[name] for name in self.inputs], axis=1))
-            if self.label is not None:
-                labels.append(np.asarray(values[self.label]))
-        for name, column in columns.items():
-            if column.wrong is not None:
-                raise ValueError(
-                    f"Expected {column.expected} in column '{name}' of {self.path}, got something "
-                    f"else in row {column.wrong + 1}. {column.cure}."
-                )
-        return inputs.whole(), np.concatenate(labels) if labels else None, None
+
+        def made(values: _Piece, before: int) -> Array:
+            return np.concatenate([self._numbers(n, values[n], before) for n in self.inputs], 1)
+
+        return self._whole(self.inputs, made)
+
+    def _whole(self, inputs: Sequence[str], made: Callable[[_Piece, int], Array]) -> Raw:
+        """What is made of pieces, with the rows before them; and the labels."""
+        rows, labels = _Rows(self.path), list[Array]()
+        own = [] if self.label is None else [self.label]
+        for values in self.pieces(list(dict.fromkeys([*inputs, *own]))):
+            rows.append(made(values, rows.count))
+            labels += [np.asarray(values[name]) for name in own]
+        return rows.whole(), np.concatenate(labels) if labels else None, None
+
+    def _numbers(self, name: str, values: list[Any] | Array, before: int) -> Array:
+        """Of shape (rows, width, …); ValueError with the first row that holds something else."""
+        known = self.categories.get(name)
+        try:
+            if known is not None:
+                codes = {text: np.float32(np.array(known) == text) for text in known}
+                return np.array([codes[str(each)] for each in values])
+            if isinstance(values, list):
+                vectors = isinstance(values[0], list)
+                values = np.array(values if vectors else [*map(float, values)], dtype=np.float64)
+            with np.errstate(over="ignore"):  # infinity is refused later
+                return values.astype(np.float64).astype(np.float32)[:, None]
+        except (TypeError, ValueError, LookupError):
+            fits = [is_number(each) if known is None else str(each) in known for each in values]
+            expected, cure = f"one of {list(known or ())}", "Add it to `categories`"
+            if known is None:
+                expected, cure = "numbers", "Describe the column in data.preprocessing"
+            raise ValueError(
+                f"Expected {expected} in column '{name}' of {self.path}, got something else in row "
+                f"{before + fits.index(False) + 1}. {cure}."
+            ) from None
+
+    def prepared(self, preprocessing: Preprocessing) -> Raw:
+        """The features that a description makes of the columns, and the labels.
+
+        A column of which nothing can be read would make a model that learns nothing: an error.
+        """
+        preprocessing.check_names(self.columns, str(self.path))
+        strange = Counter[str]()
+
+        def made(values: _Piece, before: int) -> Array:
+            rows, found = preprocessing.encoded(values)
+            strange.update(found)
+            return rows
+
+        read = self._whole(preprocessing.used, made)
+        lost = [f"'{name}'" for name, count in strange.items() if count == len(read[0]) > _A_FEW]
+        if lost:
+            raise ValueError(
+                f"Nothing in columns {', '.join(lost)} of {self.path} is what data.preprocessing "
+                "describes. Look at the delimiter, the decimal sign, the format of dates and the "
+                "spelling of values, or drop them. This message depends on private data."
+            )
+        return read
 
     def ids(self, name: str) -> list[Any] | None:
         if name not in self.columns:
@@ -62,73 +111,29 @@ class Table(Source):
         """Their names."""
 
     @abstractmethod
-    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
+    def pieces(self, names: Sequence[str]) -> Iterator[_Piece]:
         """The values of these columns, a few rows at a time, texts or numbers; None for a gap."""
 
 
 class _Rows:
     """An array that grows in its place: joining its parts would take their memory once more."""
 
-    def __init__(self) -> None:
-        self._array, self._count = np.empty((0, 0), np.float32), 0
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._array, self.count = np.empty((0, 0), np.float32), 0
 
     def append(self, rows: Array) -> None:
-        first, self._count = self._count, self._count + len(rows)
-        if self._count > len(self._array):
-            room = max(self._count, len(self._array) * 9 // 8)
+        if self.count and rows.shape[1:] != self._array.shape[1:]:
+            raise ValueError(f"Expected vectors of one length in {self._path}.")
+        first, self.count = self.count, self.count + len(rows)
+        if self.count > len(self._array):
+            room = max(self.count, len(self._array) * 9 // 8)
             self._array.resize((room, *rows.shape[1:]), refcheck=False)
-        self._array[first : self._count] = rows
+        self._array[first : self.count] = rows
 
     def whole(self) -> Array:
-        self._array.resize((self._count, *self._array.shape[1:]), refcheck=False)
+        self._array.resize((self.count, *self._array.shape[1:]), refcheck=False)
         return self._array
-
-
-class _Column:
-    """A column made numbers, piece by piece; `wrong` is the first row that cannot be."""
-
-    expected = "numbers"
-    cure = "List its possible values under `categories`, fill gaps with a constant, or leave the "
-    cure += "column out"
-
-    def __init__(self, categories: Sequence[str] | None) -> None:
-        self.wrong: int | None = None
-        self._rows, self._shape = 0, ()
-        self._vectors, self._codes = False, None
-        if categories is not None:
-            self.expected, self.cure = f"one of {list(categories)}", "Add it to `categories`"
-            self._codes = {text: code for code, text in enumerate(categories)}
-            texts = np.array(categories, dtype=str)
-            self._indicators = np.asarray(texts[:, None] == texts, dtype=np.float32)
-
-    def numbers(self, values: list[Any] | Array) -> Array:
-        """Of shape (rows, width, …); without a meaning once something was wrong."""
-        if not self._rows:
-            self._vectors = self._codes is None and isinstance(values[0], list)
-        try:
-            made = self._made(values)
-            if self._rows and made.shape[1:] != self._shape:
-                raise ValueError("vectors of several lengths")
-        except (TypeError, ValueError, LookupError):
-            made = np.empty(0)
-            if self.wrong is None:
-                fits = [self._fits(value) for value in values]
-                self.wrong = 0 if self._vectors else self._rows + fits.index(False)
-        self._rows, self._shape = self._rows + len(values), made.shape[1:]
-        return made
-
-    def _made(self, values: list[Any] | Array) -> Array:
-        if self._vectors:
-            return np.asarray(values, dtype=np.float32)[:, None]
-        if isinstance(values, list):
-            if self._codes is not None:
-                return self._indicators[[self._codes[str(value)] for value in values]]
-            values = np.array(list(map(float, values)))
-        with np.errstate(over="ignore"):  # infinity is refused later
-            return values.astype(np.float64).astype(np.float32)[:, None]
-
-    def _fits(self, value: Any) -> bool:
-        return is_number(value) if self._codes is None else str(value) in self._codes
 
 
 class Csv(Table):
@@ -141,7 +146,7 @@ class Csv(Table):
     def columns(self) -> list[str]:
         return next(read_csv(self.path, self.delimiter))[1]
 
-    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
+    def pieces(self, names: Sequence[str]) -> Iterator[_Piece]:
         lines = read_csv(self.path, self.delimiter)
         _, header = next(lines)
         check_names(self.path, "column", names, header)
@@ -164,6 +169,13 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]
             yield lines.line_num, row
 
 
+def delimiter_of(path: Path) -> str:
+    """What stands most often between the names in the first line."""
+    with reading(path, "CSV file"), path.open(encoding="utf-8-sig") as file:
+        first = file.readline()
+    return max(",;\t|", key=first.count)
+
+
 class Parquet(Table):
     """A Parquet file (the extra `tables`)."""
 
@@ -173,7 +185,7 @@ class Parquet(Table):
     def columns(self) -> list[str]:
         return list(open_parquet(self.path).schema_arrow.names)
 
-    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, list[Any] | Array]]:
+    def pieces(self, names: Sequence[str]) -> Iterator[_Piece]:
         file = open_parquet(self.path)
         check_names(self.path, "column", names, file.schema_arrow.names)
         with reading(self.path, "Parquet file"):

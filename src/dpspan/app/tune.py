@@ -36,6 +36,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.accounting.questions import private_metric
 from dpspan.app.config import Config, load_config
+from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, accuracy_and_loss, in_batches
@@ -173,7 +174,9 @@ class _Search:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         folder.refuse_lost_ledger()
         kept = folder.kept_features(wanted=goes_on and config.features is not None)
-        self._parts = parts = make_parts(config, features=kept)
+        self._columns = frozen_columns(config, folder, pays=True)
+        self._parts = parts = make_parts(config, features=kept, columns=self._columns)
+        folder.keep_columns(self._columns)
         if parts.layer is not None and kept is None:
             parts.layer.save(folder.features)
         choosing = config.choose is not None
@@ -294,7 +297,10 @@ class _Search:
             "score_noise_multiplier": self.state["score_noise"],
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
-        document = certificate(ledger, delta=delta, training={**told["training"], "tuning": about})
+        training = {**told["training"], "tuning": about}
+        if self._columns is not None:
+            training["preprocessing"] = self._columns.summary()
+        document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}
         line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}

@@ -132,6 +132,7 @@ def membership(
     check_exists(run)
     from dpspan.app.config import load_config
     from dpspan.app.run import RunFolder
+    from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import load_weights, make_parts
     from dpspan.audit import membership_inference
 
@@ -145,7 +146,8 @@ def membership(
         )
     settings = load_config(folder.config)
     kept = folder.kept_features(wanted=settings.features is not None)
-    parts = make_parts(settings, features=kept)
+    columns = frozen_columns(settings, folder)
+    parts = make_parts(settings, features=kept, columns=columns)
     if parts.test is None:
         others = f"others of the same kind: name such data under data.test of {folder.config}"
         raise ValueError(f"The attack compares private records with {others}.")

@@ -170,10 +170,14 @@ def advise_command(
     from dpspan.accounting.events import pure_event
     from dpspan.app.advice import RATES, advise, default_contenders
     from dpspan.app.data import load
+    from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import contender_of, task_of
 
-    classes = settings.data.classes
-    loaded = {name: load(each, classes=classes) for name, each in settings.data.public.items()}
+    columns, classes = frozen_columns(settings), settings.data.classes
+    loaded = {
+        name: load(each, classes=classes, preprocessing=columns)
+        for name, each in settings.data.public.items()
+    }
     data = {name: dpspan.PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
     start = None if settings.warm_start is None else settings.warm_start.public
     used = public or getattr(settings.method, "public", None) or start or next(iter(data))

@@ -1,10 +1,12 @@
 """`dpspan init`: a configuration for the user's own data and model, to be read and changed.
 
-Of the data, only names are looked at: columns, arrays, folders. No value is.
+Of private and test data, only names are looked at: columns, arrays, folders. No value is.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +27,11 @@ def init(
     data: Annotated[Path | None, typer.Option(help="The private data: a file or folder.")] = None,
     classes: Annotated[str | None, typer.Option(help="Their number, or names: cat,dog.")] = None,
     label: Annotated[str | None, typer.Option(help="Column or array with the labels.")] = None,
+    dictionary: Annotated[Path | None, typer.Option(help="CSV that describes columns.")] = None,
+    unit: Annotated[str | None, typer.Option(help="Column of ids, for several a person.")] = None,
+    records: Annotated[int | None, typer.Option(help="About how many, if you may tell.")] = None,
     test: Annotated[Path | None, typer.Option(help="Test data like the private data.")] = None,
+    test_is_public: Annotated[bool, typer.Option(help="Anybody may see results.")] = False,
     public: Annotated[Path | None, typer.Option(help="Public data like the private data.")] = None,
     model: Annotated[str, typer.Option(help="A built-in name, or package.module:factory.")] = "mlp",
     epsilon: Annotated[float, typer.Option(help="ε of the whole run.")] = 3.0,
@@ -43,31 +49,44 @@ def init(
     if interactive:
         data = data or Path(typer.prompt("Private data (file or folder)"))
         classes = classes or typer.prompt("Number of classes, or their names (cat,dog)")
+    problems, sources, columns = list[str](), dict[str, _Keys](), _Keys()
     if data is None or classes is None:
-        raise ValueError("Expected --data and --classes, or --interactive to be asked for them.")
+        problems.append("Expected --data and --classes, or --interactive to be asked for them.")
     if out.exists() and not force:
-        raise ValueError(f"{out} exists already: pass --force to replace it, or --out.")
-    private = _source(data, label, "train")
+        problems.append(f"{out} exists already: pass --force to replace it, or --out.")
+    if test is None and data is not None and data.suffix == ".npz":
+        test = data  # which may hold both
+    for part, path in {"train": data, "public": public, "test": test}.items():
+        with _noted(problems):
+            sources |= {} if path is None else {part: _source(path, label, part)}
+    if test == data and sources.get("test", {}).get("inputs") != "x_test":
+        sources.pop("test", None)
+    private = sources.get("train", {})
     likely = [name for name in _names(private) if _LIKE_AN_ID.fullmatch(name)]
-    unit = None
-    for name in likely if interactive else ():
+    for name in likely if interactive and unit is None else ():
         if typer.confirm(f"'{name}' looks like an id. May a person have several records?"):
             unit = name
-            if not isinstance(private["inputs"], str):
-                private["inputs"] = [each for each in private["inputs"] if each != name]
             break
-    own_test = _source(test or data, label, "test")
-    if test is None and (own_test.get("inputs"), own_test.get("labels")) != ("x_test", "y_test"):
-        own_test = {}  # only an npz file may hold both
+    with _noted(problems):
+        if dictionary is not None:
+            columns = _described(_names(private), dictionary, private.get("label"))
+    if problems:
+        raise ValueError("\n".join(problems))
+    columns |= {unit: {"kind": "id"}} if unit in columns else {}
+    for each in (s for s in sources.values() if s["format"] in ("csv", "parquet")):
+        names = [name for name in each.pop("inputs") if name not in (*likely, unit)]
+        each |= {} if columns else {"inputs": names}  # an id would be learnt by heart
+    assert classes is not None
     facts = {
         "classes": int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes.strip()),
         "private": private,
-        "public": _source(public, label, "public") if public else None,
-        "test": own_test,
+        **{part: sources.get(part) for part in ("public", "test")},
         "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
         "folder": str(folder),
         "unit": unit,
         "likely_unit": likely[0] if likely else None,
+        "test_is_public": test_is_public,
+        "records": records,
     }
     numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
     from jinja2 import StrictUndefined, Template
@@ -76,7 +95,8 @@ def init(
 
     source = Path(__file__).with_name("config.yaml.j2").read_text(encoding="utf-8")
     kept: _Keys = {"trim_blocks": True, "keep_trailing_newline": True}
-    flow = {key: value and _flow(value) for key, value in facts.items()}
+    flow: _Keys = {key: value and _flow(value) for key, value in facts.items()}
+    flow["columns"] = [_flow({name: keys})[1:-1] for name, keys in columns.items()]
     text = Template(source, undefined=StrictUndefined, **kept).render(flow | numbers)
     parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
     try:
@@ -85,6 +105,29 @@ def init(
         raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
     note = f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}"
     answer({"config": str(out)}, as_json=as_json, quiet=quiet, note=note)
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Go on after an error: all of them are told together."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+
+
+def _described(names: list[str], dictionary: Path, label: str | None) -> _Keys:
+    """What becomes of the columns of these names."""
+    from dpspan.app.dictionary import read_dictionary
+
+    known = {name: {"kind": "id"} for name in names if _LIKE_AN_ID.fullmatch(name)}
+    known |= read_dictionary(dictionary)
+    if lost := [name for name in known if name not in (*names, label)]:
+        raise ValueError(f"{dictionary} describes columns that are not there: {', '.join(lost)}.")
+    if new := [str(place) for place, name in enumerate(names, 1) if name not in known]:
+        where = f"input columns number {', '.join(new)}"  # unnamed: a first line may be a record
+        raise ValueError(f"{dictionary} lacks {where}: add them, as `drop` if they are of no use.")
+    return {name: known[name] for name in names}
 
 
 def _flow(value: Any) -> str:
@@ -101,8 +144,11 @@ def _source(path: Path, label: str | None, part: str) -> _Keys:
     keys: _Keys = {}
     if path.suffix == ".npz":
         kind, keys = "npz", _npz(path, label, part)
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv", ".txt"):
+        from dpspan.app.tables import delimiter_of
+
         kind, keys = "csv", _columns(path, _csv_names(path), label)
+        keys |= {} if delimiter_of(path) == "," else {"delimiter": delimiter_of(path)}
     elif path.suffix in (".parquet", ".pq"):
         from dpspan.app.tables import open_parquet
 
@@ -124,7 +170,7 @@ def _source(path: Path, label: str | None, part: str) -> _Keys:
 
 def _names(source: _Keys) -> list[str]:
     """Of columns that are no labels, or of arrays."""
-    if source["format"] == "npz":
+    if source.get("format") == "npz":
         from dpspan.app.data import array_names
 
         return array_names(Path(source["path"]))
@@ -144,9 +190,9 @@ def _npz(path: Path, label: str | None, part: str) -> _Keys:
 
 
 def _csv_names(path: Path) -> list[str]:
-    from dpspan.app.tables import is_number, read_csv
+    from dpspan.app.tables import delimiter_of, is_number, read_csv
 
-    _, names = next(read_csv(path))
+    _, names = next(read_csv(path, delimiter_of(path)))
     measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
     if measured or len(set(names)) < len(names):  # columns may well be called 0, 1, 2
         raise ValueError(

@@ -18,9 +18,10 @@ from dpspan.app.config.sections import (
     WarmStartSection,
 )
 from dpspan.app.data import HuggingFace, Idx, ImageFolder, Npz
+from dpspan.app.preprocessing import AnyColumn, Preprocessing
 from dpspan.app.section import ConfigError as ConfigError
 from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text, refuse
-from dpspan.app.tables import Csv, Parquet
+from dpspan.app.tables import Csv, Parquet, Table
 from dpspan.support.units import RECORDS_PER_UNIT
 
 AnySource = Annotated[
@@ -39,6 +40,8 @@ class DataSection(Section):
     `unit` is the column (or array) of the private data with one id a record, if a person may have
     several: then all of them are protected together, and batch_size and `records` count units.
     A step uses at most `records_per_unit` of one unit.
+
+    `preprocessing` says what becomes of each column of a table: of all of private, public and test.
     """
 
     classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)]
@@ -49,11 +52,13 @@ class DataSection(Section):
     records: Count | None = None
     unit: str | None = None
     records_per_unit: Count = RECORDS_PER_UNIT
+    preprocessing: dict[str, AnyColumn] = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without settings that older folders do not know, if they are not used."""
-        hidden = () if self.unit is not None else ("unit", "records_per_unit")
+        hidden = {"unit", "records_per_unit"} if self.unit is None else set()
+        hidden |= set() if self.preprocessing else {"preprocessing"}
         return {key: value for key, value in dump(self).items() if key not in hidden}
 
     @model_validator(mode="after")
@@ -70,6 +75,33 @@ class DataSection(Section):
         if self.unit in ([inputs] if isinstance(inputs, str) else inputs):
             refuse("unit", "Expected a column that is not among the inputs: take it out there.")
         return self
+
+    @model_validator(mode="after")
+    def _columns_are_described_once(self) -> Self:
+        used = {*Preprocessing(columns=self.preprocessing).used}
+        sources = {"private": self.private, "test": self.test}
+        for at, source in (sources | {f"public.{n}": s for n, s in self.public.items()}).items():
+            if not isinstance(source, Table):
+                if self.preprocessing and source is not None:
+                    refuse(at, "Expected a table, as there is data.preprocessing: csv or parquet.")
+            elif not self.preprocessing and not source.inputs:
+                refuse(at, "Expected `inputs` here, or a description of columns, `preprocessing`.")
+            elif self.preprocessing and (source.inputs or source.categories or source.scaled):
+                here = "inputs, categories, scale, mean and std"
+                refuse(at, f"Leave {here} out here: data.preprocessing says what they would.")
+            elif {self.unit, source.label} & used:
+                refuse("preprocessing", "Labels and data.unit are no inputs: set `kind: drop`.")
+        if self.preprocessing and not used:
+            refuse("preprocessing", "Expected at least one column to learn from.")
+        if self.releases and self.unit is not None:
+            cure = "state bounds, or take them from public rows"
+            refuse("unit", f"Released bounds protect one record, not all of a unit: {cure}.")
+        return self
+
+    @property
+    def releases(self) -> bool:
+        """Whether bounds of columns are to be released."""
+        return any(each.origin == "paid release" for each in self.preprocessing.values())
 
 
 class BudgetSection(Section):

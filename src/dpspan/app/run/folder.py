@@ -22,6 +22,7 @@ from torch import nn
 from dpspan.accounting.certificate import write_certificate
 from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
 from dpspan.support.files import locked, replacing
@@ -51,6 +52,7 @@ class RunFolder:
         self.metrics, self.diagnostics = path / "metrics.jsonl", path / "diagnostics.jsonl"
         self.checkpoint, self.model = path / "checkpoint.safetensors", path / "model.safetensors"
         self.features = path / "features.safetensors"
+        self.preprocessing = path / "preprocessing.json"
 
     @property
     def is_run(self) -> bool:
@@ -203,6 +205,10 @@ class RunFolder:
         self.write_json(self.audit, plain({**before, **found}))
         if self.certificate.exists():
             self.write_certificate(read_json(self.certificate))
+
+    def keep_columns(self, columns: Preprocessing | None) -> None:
+        if columns is not None:
+            self.write_json(self.preprocessing, columns.document())
 
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""

@@ -29,6 +29,8 @@ from dpspan.app.config.sections import (
     WideResNetSection,
 )
 from dpspan.app.data import Loaded, Source, load
+from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
@@ -90,16 +92,21 @@ def train(
 def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     """Read the data, and choose among public ones if that was not done; here ε may be spent."""
     if processes.world > 1 and (
-        config.features is not None or (config.choose is not None and not folder.choice.exists())
+        config.features is not None
+        or (config.choose is not None and not folder.choice.exists())
+        or (config.data.releases and not folder.preprocessing.exists())
     ):
         raise RuntimeError(
-            "One process learns `features` and makes the choice of `choose`: run `dpspan choose` "
-            "first, and train with `features` without torchrun."
+            "One process learns `features`, makes the choice of `choose` and releases bounds of "
+            "columns: run `dpspan choose` first, and train with `features` or such bounds without "
+            "torchrun."
         )
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
     kept = folder.kept_features(wanted=goes_on and config.features is not None)
-    parts = make_parts(config, features=kept)
+    columns = frozen_columns(config, folder, pays=True)
+    parts = make_parts(config, features=kept, columns=columns)
+    folder.keep_columns(columns)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
         folder.remove(folder.features)  # of a run that never came to a step
@@ -116,6 +123,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         folder=folder,
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
+        preprocessing=columns,
         output=config.output,
         processes=processes,
     )
@@ -132,19 +140,22 @@ class Parts:
     layer: PatchFeatures | None  # what all of these data have been through
 
 
-def make_parts(config: Config, *, features: Path | None = None) -> Parts:
+def make_parts(
+    config: Config, *, features: Path | None = None, columns: Preprocessing | None = None
+) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
-    A frozen layer is read from the file `features`; without one it is learnt.
+    A frozen layer is read from the file `features`; without one it is learnt. What becomes of
+    columns is found if it is not given.
     """
-    data, device = config.data, device_of(config)
-    private, public = _load("data.private", data.private, config), {}
+    data, device, columns = config.data, device_of(config), columns or frozen_columns(config)
+    private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
     for name, source in data.public.items():
-        read = _load(f"data.public.{name}", source, config, private, public=True)
+        read = _load(f"data.public.{name}", source, config, columns, private, public=True)
         public[name] = PublicData.of(read.tensors, name=name)
-    test = None if data.test is None else _load("data.test", data.test, config, private)
+    test = None if data.test is None else _load("data.test", data.test, config, columns, private)
     count = data.records or private.count  # stated, or told by the sampling rate
     what = "record" if private.units is None else "unit"
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count, unit=what)
@@ -160,10 +171,15 @@ def make_parts(config: Config, *, features: Path | None = None) -> Parts:
 
 
 def _load(
-    where: str, source: Source, config: Config, private: Loaded | None = None, public: bool = False
+    where: str,
+    source: Source,
+    config: Config,
+    columns: Preprocessing | None,
+    private: Loaded | None = None,
+    public: bool = False,
 ) -> Loaded:
     """Read a source; beside the private data, refuse what does not fit them or copies them."""
-    loaded = load(source, classes=config.data.classes)
+    loaded = load(source, classes=config.data.classes, preprocessing=columns)
     if not loaded.labelled and not public:
         raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
     if private is None:

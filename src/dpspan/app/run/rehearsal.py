@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, TensorDataset
 from dpspan.accounting.certificate import sha256_of
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config
+from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, identity, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
 from dpspan.app.run.training import FixedNoise, Training, noise_for
@@ -32,7 +33,8 @@ class Rehearsal:
         if config.data.unit is not None:
             raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
         kept = folder.features if folder.features.exists() else None
-        parts = make_parts(config, features=kept if config.features is not None else None)
+        kept = kept if config.features is not None else None
+        parts = make_parts(config, features=kept, columns=frozen_columns(config, folder))
         private: Any = parts.private.dataset
         inputs, labels = private[0]
         self.like = (torch.zeros_like(inputs), 0 * labels)  # a record's form, and nobody's content

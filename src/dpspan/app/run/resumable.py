@@ -17,6 +17,7 @@ from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
@@ -68,6 +69,7 @@ class Run:
     # end. None for a line and a certificate each epoch.
     lines: int | None = None
     features: str | None = None  # the digest of the frozen layer that the data have been through
+    preprocessing: Preprocessing | None = None  # what became of the columns of tables
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
@@ -138,6 +140,11 @@ class Run:
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
         if self.task.test is not None and not self.task.test_is_public:
             self._ledger.warn("unprivate: results on test data not declared public were written")
+        elif self.task.test is not None:
+            self._declare(PublicData.of(self.task.test, name="test"), "measured on")
+
+    def _declare(self, data: PublicData, purpose: str) -> None:
+        self._ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -198,10 +205,9 @@ class Run:
         lines = [self._measured()]
         start = dataclasses.replace(start, data=data, seed=self.seed)
         detail = start.summary(start.run(model, task.criterion))
-        ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+        self._declare(data, detail)
         for each in encodings(task.private):  # their layer is a part of the model; nothing is read
-            public = each.public
-            ledger.declare_public(public.name, public.digest, public.count, detail=each.layer)
+            self._declare(each.public, each.layer)
         lines.append(self._measured())
         self._write_facts(None)
         folder.write_ledger(ledger)
@@ -246,9 +252,12 @@ class Run:
             self._certify(document)
 
     def _certify(self, document: Mapping[str, Any]) -> None:
-        """With the digest of the settings beside that of the ledger."""
+        """With the digest of the settings beside that of the ledger, and what columns became."""
         digests = {**document["digests"], "configuration": sha256_of(dict(self.settings))}
-        self.folder.write_certificate({**document, "digests": digests})
+        training = dict(document["training"])
+        if self.preprocessing is not None:
+            training["preprocessing"] = self.preprocessing.summary()
+        self.folder.write_certificate({**document, "training": training, "digests": digests})
 
     def _write_facts(self, status: Status | None) -> None:
         self.folder.write_facts(

@@ -1,0 +1,201 @@
+"""A hospital's table, with all that real ones have: `init`, then `train`, and no editor."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from sklearn.datasets import load_breast_cancer
+from typer.testing import CliRunner
+
+from dpspan.app.cli import app
+from dpspan.app.config import load_config
+from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.columns import frozen_columns
+from helpers.needs import extra
+
+BOUNDS = {  # of each group of ten measurements: what a textbook would say
+    "radius": (5, 40), "texture": (5, 50), "perimeter": (40, 260), "area": (100, 4300),
+    "smoothness": (0, 0.25), "compactness": (0, 1.1), "concavity": (0, 1.3),
+    "concave points": (0, 0.3), "symmetry": (0.1, 0.7), "fractal dimension": (0.04, 0.21),
+}  # fmt: skip
+ERRORS = {  # of their standard errors
+    "radius": (0, 3), "texture": (0, 5), "perimeter": (0, 22), "area": (0, 550),
+    "smoothness": (0, 0.032), "compactness": (0, 0.14), "concavity": (0, 0.4),
+    "concave points": (0, 0.053), "symmetry": (0, 0.08), "fractal dimension": (0, 0.03),
+}  # fmt: skip
+
+
+def dpspan(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def bounds(name: str) -> tuple[float, float]:
+    group = name.removeprefix("mean ").removeprefix("worst ").removesuffix(" error")
+    return (ERRORS if name.endswith("error") else BOUNDS)[group]
+
+
+def write_hospital(folder: Path, delimiter: str = ",", seed: int = 0) -> None:
+    """569 tumours with an id, a day, a ward, a note and 5 % gaps; 114 of them to measure on."""
+    data, draw = load_breast_cancer(), np.random.default_rng(seed)
+    names = list(data.feature_names)
+    order = draw.permutation(len(data.data))
+    columns = ["patient_id", "admitted", *names, "ward", "note", "diagnosis"]
+    for file, part in (("patients.csv", order[:455]), ("test.csv", order[455:])):
+        with (folder / file).open("w", newline="") as stream:
+            writer = csv.writer(stream, delimiter=delimiter)
+            writer.writerow(columns)
+            for row in part:
+                gaps = draw.random(len(names)) < 0.05
+                day = datetime.date(2024, 1, 1) + datetime.timedelta(int(draw.integers(365)))
+                cells = ["" if gap else x for x, gap in zip(data.data[row], gaps, strict=True)]
+                ward = draw.choice(["north", "south", "SECRET ward"], p=[0.6, 0.35, 0.05])
+                label = "benign" if data.target[row] else "malignant"
+                writer.writerow([f"P{row:05}", day, *cells, ward, f"SECRET {row}", label])
+    with (folder / "dictionary.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["name", "type", "low", "high", "values", "unit"])
+        writer.writerow(["patient_id", "id", "", "", "", ""])
+        writer.writerow(["admitted", "date", "2024-01-01", "2024-12-31", "", ""])
+        for name in names:
+            writer.writerow([name, "numeric", *bounds(name), "", "mm"])
+        writer.writerow(["ward", "categorical", "", "", "north|south", ""])
+        writer.writerow(["note", "drop", "", "", "", ""])
+        writer.writerow(["diagnosis", "drop", "", "", "", ""])
+
+
+@pytest.fixture
+def hospital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_hospital(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+BEGIN = ("init", "--data", "patients.csv", "--classes", "malignant,benign", "--label", "diagnosis")
+
+
+def test_from_a_hospital_s_table_to_a_model(hospital: Path) -> None:
+    dpspan(
+        *BEGIN, "--dictionary", "dictionary.csv", "--test", "test.csv", "--test-is-public",
+        "--model", "logistic", "--records", 455, "--delta", 1e-4, "--unit", "patient_id",
+    )  # fmt: skip
+    config = load_config("config.yaml")
+    assert config.data.unit == "patient_id"
+    assert config.data.preprocessing["patient_id"].kind == "id"
+    said = dpspan("train", "config.yaml", "--json")
+    done = json.loads(said.stdout)
+    assert done["status"] == "finished"
+    assert done["metrics"]["test_accuracy"] > 0.88  # 63 % are benign
+    run = hospital / "runs" / "first"
+    kept = Preprocessing.of_document(json.loads((run / "preprocessing.json").read_text()))
+    assert kept.feature_names[0] == "admitted"
+    assert kept.feature_names[-3:] == ["ward=north", "ward=south", "ward other"]
+    document = json.loads((run / "certificate.json").read_text())
+    assert document["private"]
+    assert 2.99 < document["epsilon"] <= 3.0
+    (origin,) = document["training"]["preprocessing"]["origins"].items()
+    assert (origin[0], len(origin[1])) == ("data dictionary", 32)
+    dpspan("report", run)
+    for file in [*run.iterdir(), hospital / "config.yaml"]:
+        assert b"SECRET" not in file.read_bytes()
+    assert "SECRET" not in said.output
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_delimiters_are_told_by_the_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delimiter: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hospital(tmp_path, delimiter)
+    dpspan(*BEGIN, "--dictionary", "dictionary.csv")
+    assert load_config("config.yaml").data.private.delimiter == delimiter
+    dpspan(*BEGIN, "--out", "plain.yaml")
+    plain = load_config("plain.yaml").data
+    assert plain.private.delimiter == delimiter
+    assert "patient_id" not in plain.private.inputs  # an id would be learnt by heart
+
+
+def test_bounds_that_the_dictionary_lacks_come_from_public_rows(hospital: Path) -> None:
+    lines = (hospital / "dictionary.csv").read_text().splitlines()
+    names = [",".join(line.split(",")[:2]) for line in lines]
+    (hospital / "names.csv").write_text("\n".join(names))
+    dpspan(*BEGIN, "--dictionary", "names.csv", "--public", "test.csv", "--model", "logistic")
+    columns = load_config("config.yaml").data.preprocessing
+    assert {column.origin for column in columns.values() if column.kind == "numeric"} == {
+        "public rows"
+    }
+    made = frozen_columns(load_config("config.yaml"))
+    assert made is not None
+    assert made.columns["ward"].model_dump()["values"] == ("SECRET ward", "north", "south")
+
+
+def test_every_problem_is_told_at_once(hospital: Path) -> None:
+    lines = (hospital / "dictionary.csv").read_text().splitlines()
+    lines[2] = "admitted,date,2024-12-31,2024-01-01,,"
+    lines[3] = "mean radius,SECRET,,,,"
+    lines[4] = "mean texture,numeric,few,40,,"
+    lines[5] = "mean perimeter,numeric,1,,,"
+    (hospital / "bad.csv").write_text("\n".join(lines))
+    (hospital / "config.yaml").write_text("")
+    said = dpspan(*BEGIN[:-1], "SECRET", "--dictionary", "bad.csv", "--test", "none.csv", code=1)
+    for expected in (
+        "config.yaml exists already",
+        "Expected --label to be one of the 35 columns of patients.csv",
+        "There is nothing at none.csv",
+        "bad.csv:3: Expected the lower bound below the upper one",
+        "bad.csv:4: Expected 'kind' to be one of 'numeric', 'date', 'categorical', 'drop', 'id'.",
+        "bad.csv:5: Input should be a valid number",
+        "bad.csv:6: Expected `low` and `high`, or neither",
+    ):
+        assert expected in said.stderr
+    assert "SECRET" not in said.stderr.replace("SECRET'", "")
+
+
+def test_a_dictionary_and_a_table_that_differ(hospital: Path) -> None:
+    lines = (hospital / "dictionary.csv").read_text().splitlines()
+    lines[1] = lines[1].replace("patient_id", "case")
+    (hospital / "other.csv").write_text("\n".join(lines))
+    said = dpspan(*BEGIN, "--dictionary", "other.csv", code=1).stderr
+    assert "other.csv describes columns that are not there: case." in said
+    (hospital / "other.csv").write_text("\n".join([lines[0], *lines[2:-3]]))
+    said = dpspan(*BEGIN, "--dictionary", "other.csv", code=1).stderr
+    assert "other.csv lacks input columns number 33, 34: add them, as `drop`" in said
+    swapped = dpspan(*BEGIN, "--dictionary", "patients.csv", code=1).stderr
+    assert "Expected columns `name` and `type` in the dictionary patients.csv." in swapped
+
+
+def test_a_paid_release_from_a_dictionary(hospital: Path) -> None:
+    lines = (hospital / "dictionary.csv").read_text().splitlines()
+    lines = [lines[0] + ",epsilon", *(f"{line}," for line in lines[1:])]
+    lines = [line + "0.01" if line.startswith("mean area") else line for line in lines]
+    (hospital / "dictionary.csv").write_text("\n".join(lines))
+    options = ("--model", "logistic", "--epochs", 2, "--dictionary", "dictionary.csv")
+    dpspan(*BEGIN, *options, "--delta", 1e-4)
+    assert load_config("config.yaml").data.preprocessing["mean area"].epsilon == 0.01
+    dpspan("train", "config.yaml")
+    run = hospital / "runs" / "first"
+    document = json.loads((run / "certificate.json").read_text())
+    assert document["training"]["preprocessing"]["origins"]["paid release"] == ["mean area"]
+    assert document["events"][0]["count"] == 3
+    assert document["epsilon"] <= 3.0
+
+
+def test_parquet_with_gaps_and_days(hospital: Path) -> None:
+    reader, writer = extra("pyarrow.csv"), extra("pyarrow.parquet")
+    writer.write_table(reader.read_csv(hospital / "test.csv"), hospital / "test.parquet")
+    from dpspan.app.tables import Csv, Parquet
+
+    dpspan(*BEGIN, "--dictionary", "dictionary.csv")
+    plan = yaml.safe_load((hospital / "config.yaml").read_text())["data"]["preprocessing"]
+    made = Preprocessing.model_validate({"columns": plan}, strict=False)
+    text = Csv(path=Path("test.csv"), label="diagnosis").prepared(made)[0]
+    typed = Parquet(path=Path("test.parquet"), label="diagnosis").prepared(made)[0]
+    np.testing.assert_allclose(typed, text, atol=1e-6)
