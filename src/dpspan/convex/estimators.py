@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
-from dp_accounting import GaussianDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 from numpy.typing import ArrayLike, NDArray
 from rich.progress import track
 from scipy import special
@@ -19,6 +19,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
+from dpspan.convex.cuts import CutPoints, Cuts, cuts_of
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
@@ -58,6 +59,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     method: str | Method = "adagrad"
     clip: float | ClipSchedule = 1.0
     scaling: str | Scaling | None = None
+    cuts: int | Cuts | None = None
     row_norm: float | None = None
     start: str = "zero"
     records: int | None = None
@@ -97,20 +99,24 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             units = Units.of(groups, count, records=count, name="groups")
             count = len(units)
         divisor, what = self._checked_divisor(count), "record" if units is None else "unit"
+        grouped, features = units is not None, x.shape[1]
+        cuts = cuts_of(self.cuts, units=grouped, features=features, epsilon=self.epsilon)
         warn_of_weaknesses(self.epsilon, self.delta, divisor, unit=what)
         if public is not None and not public.equal_rows_allowed:
             refuse_overlap(public.x, x, public.name)
 
         seen = None if public is None else public.x
         preparation = Preparation() if scaling is None else scaling.prepare(seen)
-        preparation = replace(preparation, row_norm=self.row_norm)
+        ledger = self._opened(ledger)
+        ledger.protect(what)
+        paid = () if cuts is None else cuts.events()
+        z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant, paid)
+        points = CutPoints() if cuts is None else cuts.find(x, seen, ledger)
+        preparation = replace(preparation, row_norm=self.row_norm, cuts=points)
         rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept), units=units)
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
         known = None if public is None else _known(public, preparation, records)
         zero = np.zeros(targets.shape[1] * rows.width)
-        ledger = self._opened(ledger)
-        ledger.protect(what)
-        z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
         fit = Fit(
             records=records,
             public=known,
@@ -124,8 +130,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         ledger.reserve(GaussianDpEvent(z), method.steps)
         self._declare(ledger, divisor, task, public)
         weights = method.minimise(fit).reshape(-1, rows.width)
-        coef, constant = np.split(weights, [x.shape[1]], axis=1)  # one column, or none
-        epsilon, document = ledger.epsilon(self.delta), self._certificate(fit, method, scaling)
+        coef, constant = np.split(weights, [rows.x.shape[1]], axis=1)  # one column, or none
+        document = self._certificate(fit, method, scaling, cuts)
+        epsilon = ledger.epsilon(self.delta)
         self.preparation_, self.epsilon_, self.certificate_ = preparation, epsilon, document
         for name, value in task.fitted(coef, constant.sum(1)).items():
             setattr(self, name, value)
@@ -210,13 +217,16 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             count = int(public.x.shape[0])
             ledger.declare_public(public.name, digest(public.x, public.y), count, detail)
 
-    def _certificate(self, fit: Fit, method: Method, scaling: Scaling | None) -> dict[str, Any]:
+    def _certificate(
+        self, fit: Fit, method: Method, scaling: Scaling | None, cuts: Cuts | None
+    ) -> dict[str, Any]:
         training = {
             "kind": "convex, full batch",
             "method": configuration(method),
             "loss": repr(fit.records.loss),
             "clip": configuration(fit.clip),
             "scaling": {"name": "NoScaling"} if scaling is None else configuration(scaling),
+            **({} if cuts is None else {"cuts": configuration(cuts)}),
             "row_norm": configuration(self.row_norm),
             "intercept": bool(self.fit_intercept),
             "start": self.start,
@@ -249,10 +259,16 @@ def configuration(setting: Any) -> Any:
     return None if setting is None else np.asarray(setting).tolist()
 
 
-@lru_cache(maxsize=256)  # a function of four numbers that takes half a second
-def _calibrated(epsilon: float, delta: float, steps: int, accountant: str) -> float:
+@lru_cache(maxsize=256)  # a function of a few numbers that takes half a second
+def _calibrated(
+    epsilon: float,
+    delta: float,
+    steps: int,
+    accountant: str,
+    beside: tuple[tuple[DpEvent, int], ...],
+) -> float:
     budget = Budget(epsilon=epsilon, delta=delta)
-    return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant)
+    return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant, spent=beside)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -306,10 +322,12 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
 
     `fit` spends `epsilon` at `delta` on the records it is given; `epsilon_` and `certificate_` say
     what was spent and how. `clip`, `scaling` and `row_norm` are public numbers, chosen without a
-    look at the records. `records`, what sums are divided by, is by default the number of rows,
-    which is then public, and so are the `classes`, by default those in `y`. A `random_state` fixes
-    the noise: for tests only, and the certificate says that the fit is not private. The
-    `accountant` is the ledger's if one is given to `fit`, else "pld" unless stated.
+    look at the records. `cuts=8` adds to each feature whether it exceeds eight quantiles of the
+    public rows (`PublicCuts`), so that its effect may bend. `records`, what sums are divided by, is
+    by default the number of rows, which is then public, and so are the `classes`, by default those
+    in `y`. A `random_state` fixes the noise: for tests only, and the certificate says that the fit
+    is not private. The `accountant` is the ledger's if one is given to `fit`, else "pld" unless
+    stated.
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.

@@ -1,32 +1,43 @@
 """Features on a common scale, by public numbers only: bounds that you know, or public rows.
 
+And beside them, if asked for (`cuts.py`), whether a feature exceeds cut points.
+
 Whatever is fitted here sees no private record, and is then applied to each record by itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import sparse
 from sklearn.preprocessing import StandardScaler
 
+from dpspan.convex.cuts import CutPoints
 from dpspan.convex.rows import Array, Features, norm_bounds
 from dpspan.support.checks import check_number, expect, shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """x ↦ (x − shift)/scale, cut to ±limit, then shortened to norm `row_norm`; row by row."""
+    """x ↦ (x − shift)/scale, cut to ±limit, then shortened to norm `row_norm`; row by row.
+
+    Before that last step come further columns, one a cut point: 1 where the feature exceeds it.
+    """
 
     shift: Array | float = 0.0
     scale: Array | float = 1.0
     limit: float = np.inf
     row_norm: float | None = None
+    cuts: CutPoints = field(default_factory=CutPoints)
 
     def apply(self, x: Features) -> Features:
         """The records prepared, in the form they came in."""
         with np.errstate(all="ignore"):  # warnings would be about private records
+            exceeded = self.cuts.exceeded(x)
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
+            if len(self.cuts):
+                parts = [x, exceeded]
+                x = sparse.hstack(parts, format="csr") if sparse.issparse(x) else np.hstack(parts)
             if self.row_norm is not None:
                 factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
                 by_row = factors[:, None]
