@@ -13,6 +13,7 @@ from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
+from dpspan.engine.smoothing import Smoothing
 from dpspan.mechanisms.base import Method
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.moved import without_retired_options
@@ -49,6 +50,7 @@ class Plan:
     records_per_unit: int | None = None  # most of one unit in a step; None: each is its own unit
     epochs: int | None = None  # how many were asked for, and what they may cost
     budget: Budget | None = None
+    smoothing: Smoothing = field(default_factory=Smoothing)  # of what is released
     public: tuple[str, ...] = field(default=(), compare=False)  # what is used, in words
 
     @property
@@ -99,6 +101,7 @@ class Plan:
             "views": self.views,
             "model": self.model,
             "trainable_parameters": self.trainable_parameters,
+            **({"post_processing": smoothed} if (smoothed := self.smoothing.describe()) else {}),
         }
 
     def check_described(self, described: dict[str, Any]) -> None:
@@ -128,10 +131,13 @@ class Plan:
             "unit": f"{_UNIT}, of which a step uses at most {self.records_per_unit}",
             "noise": f"z = {self.noise_multiplier:g}",
             "expected ε": self._expected(),
+            "afterwards": ", ".join(f"{k}={v}" for k, v in self.smoothing.describe().items()),
             "public": "; ".join(self.public) or "nothing",
         }
         if self.records_per_unit is None:
             del lines["unit"]
+        if not lines["afterwards"]:
+            del lines["afterwards"]
         return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
 
     def _expected(self) -> str:
@@ -192,6 +198,7 @@ def plan_run(
     views: int,
     accountant: str,
     units: Units | None = None,
+    smoothing: Smoothing | None = None,
 ) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
     if noise_multiplier == 0 and not non_private:
@@ -217,4 +224,5 @@ def plan_run(
         accountant=accountant,
         tells_records=sample_rate is None,
         records_per_unit=None if units is None else units.most,
+        smoothing=smoothing or Smoothing(),
     )

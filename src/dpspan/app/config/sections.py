@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 import dpspan
 from dpspan.app.section import (
@@ -369,12 +369,27 @@ AnySchedule = Annotated[
 ]
 
 
+class RandomAffineSection(BuiltSection):
+    """Random rotation, shift, scale, shear and mirroring of images."""
+
+    name: Literal["affine"] = "affine"
+    degrees: NotNegative = 12.0
+    shift: NotNegative = 0.1
+    scale: BelowOne = 0.1
+    shear: NotNegative = 0.1
+    mirror: bool = False
+
+
 class TrainingSection(Section):
     """How long, in which batches and by which optimizer.
 
     `batch_size` is the expected one: batches are Poisson samples. `physical_batch_size` is the
     most samples to process at once. With `cuda_graphs` a GPU waits for no launches, and every batch
     is filled up to one size. `seed` is of the model's first weights, never of the noise.
+
+    `augment` changes every image at random, and with `views` the model sees so many such copies of
+    each. `low_pass` filters what steps release; with `average_weights` the model is an average of
+    the last weights. Neither costs anything.
     """
 
     epochs: Count
@@ -385,6 +400,22 @@ class TrainingSection(Section):
     cuda_graphs: bool = False
     device: str = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    augment: RandomAffineSection | None = None
+    views: Count = 1
+    low_pass: Share | None = None
+    average_weights: Share | None = None
+
+    @model_validator(mode="after")
+    def _views_differ(self) -> Self:
+        if self.views > 1 and self.augment is None:
+            refuse("views", "Expected `augment` beside it: without it all views are the same.")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without settings that older folders do not know, if they are not used."""
+        unused = {"augment": None, "views": 1, "low_pass": None, "average_weights": None}
+        return {key: v for key, v in dump(self).items() if key not in unused or v != unused[key]}
 
 
 class LastLayersSection(BuiltSection):
@@ -428,17 +459,6 @@ AnyTrainable = Annotated[
     LastLayersSection | FirstAndLastSection | NamedSection | BiasOnlySection | LoRASection,
     Field(discriminator="name"),
 ]
-
-
-class RandomAffineSection(BuiltSection):
-    """Random rotation, shift, scale, shear and mirroring of images."""
-
-    name: Literal["affine"] = "affine"
-    degrees: NotNegative = 12.0
-    shift: NotNegative = 0.1
-    scale: BelowOne = 0.1
-    shear: NotNegative = 0.1
-    mirror: bool = False
 
 
 class WarmStartSection(BuiltSection):

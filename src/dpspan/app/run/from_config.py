@@ -427,6 +427,10 @@ def contender_of(
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
         warm_start=start,
+        low_pass=training.low_pass,
+        average_weights=training.average_weights,
+        augment=None if training.augment is None else training.augment.built(),
+        views=training.views,
         paid=None if config.choose is None else paid,
     )
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -170,6 +171,10 @@ class Contender:
             `functools.partial(torch.optim.AdamW, weight_decay=0.1)`.
         schedule: schedule(step, steps) is what the learning rate is multiplied by at a step.
         warm_start: training on labelled public data before the first private step.
+        low_pass: as for `make_private`.
+        average_weights: as for `make_private`; the averaged weights are what is measured and kept.
+        augment: changes a batch of inputs at random, each on its own (`RandomAffine()`).
+        views: the model sees so many augmented copies of each record, whose mean gradient counts.
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
             of public data); each run's ε includes it. Contenders that share one such release get
             the same record.
@@ -183,11 +188,17 @@ class Contender:
     schedule: Callable[[int, int], float] | None = None
     warm_start: WarmStart | None = None
     paid: Mapping[str, Any] | None = None
+    low_pass: float | None = None
+    average_weights: float | None = None
+    augment: Callable[[Tensor], Tensor] | None = None
+    views: int = 1
 
     def __post_init__(self) -> None:
         expect(isinstance(self.name, str) and bool(self.name), "name to be a text", self.name)
         momentum = check_number("momentum", self.momentum)
         expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
+        several = check_count("views", self.views) > 1
+        expect(self.augment is not None or not several, "augment= beside views=", self.views)
         if self.method is None:
             expect(self.warm_start is not None, f"a method or a warm_start for '{self.name}'", None)
             return
@@ -230,7 +241,18 @@ class Contender:
             **self.describe_steps(),
             "warm_start": warm,
             "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
+            **self._describe_more(),
         }
+
+    def _describe_more(self) -> dict[str, Any]:
+        """What older folders do not know, where it is used."""
+        settings: dict[str, Any] = {
+            "low_pass": self.low_pass,
+            "average_weights": self.average_weights,
+        }
+        if self.augment is not None:
+            settings |= {"augment": repr(self.augment), "views": self.views}
+        return {name: value for name, value in settings.items() if value is not None}
 
     def describe_steps(self) -> dict[str, Any]:
         """Optimizer and schedule, known by what they do: two lambdas have the same name."""
@@ -335,6 +357,9 @@ class Training:
             sample_rate=sample_rate,
             expected_batch_size=float(task.batch_size),
             max_physical_batch_size=task.physical_batch_size,
+            views=contender.views,
+            low_pass=contender.low_pass,
+            average_weights=contender.average_weights,
             unit=task.units,
             cuda_graphs=task.cuda_graphs,
         )
@@ -385,6 +410,13 @@ class Training:
                 self.status = "finished" if float(_largest(self.model)) < _HUGE else "diverged"
             yield True
         self.status = self.status or "finished"
+        if self.contender.average_weights is not None and self.status != "diverged":
+            self.engine.adopt_average()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is measured: with averaged weights, if any are."""
+        plain = self.contender.average_weights is None or not self.steps
+        return nullcontext() if plain else self.engine.averaged()
 
     def take_all_steps(self, *, forgiving: bool = False) -> bool:
         """Train; whether weights stayed in range. `forgiving`: errors after a step count as not."""
@@ -404,6 +436,10 @@ class Training:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
         inputs, labels = move((inputs, labels), torch.device(task.device))
+        if self.contender.augment is not None:  # by random numbers that the loader made anew
+            views = self.contender.views
+            inputs = self.contender.augment(inputs.repeat_interleave(views, 0))
+            labels = labels.repeat_interleave(views, 0)
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         loss = task.criterion(outputs, labels)

@@ -1,0 +1,123 @@
+"""After the noise, for any method and at no cost: filtered gradients, and averaged weights.
+
+    g_t   what a step releases, divided by L        m_t = β·m_{t−1} + (1 − β)·g_t,  m_0 = 0
+    w_t   the weights after it                      a_t = d_t·a_{t−1} + (1 − d_t)·w_t,  a_0 = w_0
+
+The optimizer gets m_t/(1 − βᵗ), a low-pass filter without its lag at the start. The average has
+d_t = min(α, (1 + t)/(10 + t)), so that the first weights are soon forgotten (De et al. 2022).
+Both see released numbers only. Of a sharded model each process keeps its own part.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpspan.support.checks import check_count, check_number, expect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smoothing:
+    """What is asked for; None is neither."""
+
+    low_pass: float | None = None  # β
+    average_weights: float | None = None  # α
+
+    def __post_init__(self) -> None:
+        for name, value in self.describe().items():
+            expect(0 < check_number(name, value) < 1, f"{name} between 0 and 1, or None", value)
+
+    def describe(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Smoother:
+    """Of one run: the filter's memory, and the average."""
+
+    def __init__(self, smoothing: Smoothing, module: nn.Module) -> None:
+        self._how, self._module, self._steps, self._averaged = smoothing, module, 0, 0
+        self._filtered: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+        self.shown = False  # the model has the averaged weights at the moment
+        if smoothing.average_weights is not None:
+            self._average = {n: w.detach().clone() for n, w in self._weights().items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What is trained, in float32 at least: in fewer digits an average would stand still."""
+        named = self._module.named_parameters()
+        own = {n: p.detach() for n, p in named if p.requires_grad or n in self._average}
+        return {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in own.items()}
+
+    def filtered(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the optimizer gets of a released gradient."""
+        beta = self._how.low_pass
+        if beta is None:
+            return dict(gradient)
+        self._steps += 1
+        for name, value in gradient.items():
+            memory = self._filtered.setdefault(name, torch.zeros_like(value))
+            memory.lerp_(value, 1 - beta)
+        return {name: self._filtered[name] / (1 - beta**self._steps) for name in gradient}
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """The optimizer has taken a step with a released gradient."""
+        if self._how.average_weights is None:
+            return
+        self._averaged += 1
+        decay = min(self._how.average_weights, (1 + self._averaged) / (10 + self._averaged))
+        now = self._weights()
+        for name, average in self._average.items():
+            average.lerp_(now[name], 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has the averaged weights meanwhile."""
+        parameters = dict(self._module.named_parameters())
+        before = {name: parameters[name].detach().clone() for name in self._average}
+        self.show_average()
+        try:
+            yield
+        finally:
+            self._put(before)
+            self.shown = False
+
+    def show_average(self) -> None:
+        self._put(self._average)
+        self.shown = True
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        parameters = dict(self._module.named_parameters())
+        for name, value in weights.items():
+            parameters[name].copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Released things only; empty where nothing is smoothed."""
+        if not self._how.describe():
+            return {}
+        return {
+            "steps": (self._steps, self._averaged),
+            "filtered": dict(self._filtered),
+            "average": dict(self._average),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != self.state_dict().keys():
+            raise ValueError("Expected the state of a run with the same low_pass, average_weights.")
+        if not state:
+            return
+        mine = self._weights()
+        for kept in (state["filtered"], state["average"]):
+            strange = [n for n, x in kept.items() if n not in mine or x.shape != mine[n].shape]
+            expect(not strange, "the state of a run of this model", strange[:1])
+        missing = [name for name in self._average if name not in state["average"]]
+        expect(not missing, "an average of every weight", missing[:1])
+        like = {name: weight.device for name, weight in mine.items()}
+        steps = [check_count("steps", count, least=0) for count in state["steps"]]
+        self._steps, self._averaged = steps
+        self._filtered = {n: x.to(like[n], copy=True) for n, x in state["filtered"].items()}
+        self._average = {n: x.to(like[n], copy=True) for n, x in state["average"].items()}
