@@ -41,6 +41,7 @@ from .model.trainable import LoRA as LoRA
 from .model.trainable import Named as Named
 from .model.trainable import train_only as train_only
 from .model.validation import fix as fix
+from .model.validation import standardised as standardised
 from .model.validation import validate as validate
 from .public.augmentation import RandomAffine as RandomAffine
 from .public.data import PublicData as PublicData

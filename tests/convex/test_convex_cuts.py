@@ -103,7 +103,7 @@ def test_private_ones_are_near_the_quantiles() -> None:
         (0, {}, "cuts"),
         (True, {}, "cuts to be None"),
         ("all", {}, "cuts to be None"),
-        (PrivateCuts(epsilon=0.1, bounds={3: (0, 1)}), {}, "columns 0 to 2, got 3"),
+        (PrivateCuts(epsilon=0.1, bounds={3: (0, 1)}), {}, "bounds of columns 0 to 2"),
         (PrivateCuts(epsilon=0.1, bounds={0: (0, 1)}), {"groups": np.arange(3000)}, "groups="),
         (PrivateCuts(epsilon=2.0, bounds={0: (0, 1)}), {}, "epsilon of cuts below 1"),
     ],
@@ -118,4 +118,4 @@ def test_what_cannot_be_is_refused_before_anything_is_spent(cuts, more, words: s
 def test_bounds_are_needed() -> None:
     with pytest.raises(ValueError, match="bounds of at least one column"):
         PrivateCuts(epsilon=0.1, bounds={})
-    assert len(CutPoints()) == 0
+    assert len(CutPoints().points) == 0

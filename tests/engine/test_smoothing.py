@@ -110,7 +110,7 @@ def test_a_damaged_state_changes_nothing() -> None:
     steps(model, *rest)
     before = engine.state_dict()["post_processing"]
     kept = {name: x.clone() for name, x in before["average"].items()}
-    for wrong in ({}, {**before, "average": {}}, {**before, "steps": (-1, 2)}):
+    for wrong in ({}, {**before, "average": {}}, {**before, "steps": -1}):
         with pytest.raises(ValueError, match="Expected"):
             engine.load_state_dict({**engine.state_dict(), "post_processing": wrong})
     after = engine.state_dict()["post_processing"]["average"]

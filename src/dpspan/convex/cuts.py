@@ -1,12 +1,12 @@
 """Thermometer features: whether a number exceeds cut points, so that a linear model can bend.
 
-Cut points are public: quantiles of public rows, or of the private ones by releases of their own,
-which the ledger is charged for before the fit (`dpspan.private_quantiles`).
+Cut points are quantiles of public rows, or of the private ones by releases of their own, which the
+ledger is charged for before the fit (`dpspan.private_quantiles`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from dp_accounting import DpEvent
@@ -17,7 +17,9 @@ from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.questions import private_quantiles
 from dpspan.convex.rows import Array, Features
-from dpspan.support.checks import check_count, check_positive, expect, shown
+from dpspan.support.checks import check_count, check_positive, expect
+
+Releases = tuple[tuple[DpEvent, int], ...]
 
 
 @dataclass(frozen=True)
@@ -30,37 +32,24 @@ class CutPoints:
     @classmethod
     def of(cls, by_column: Mapping[int, Any]) -> "CutPoints":
         """From the points of each column; equal ones count once."""
-        points = {column: np.unique(found) for column, found in by_column.items()}
-        columns = np.repeat(list(points), [len(found) for found in points.values()])
-        return cls(columns.astype(np.intp), np.concatenate([np.zeros(0), *points.values()]))
-
-    def __len__(self) -> int:
-        return len(self.points)
+        points = [np.unique(found) for found in by_column.values()]
+        columns = np.repeat(list(by_column), [len(found) for found in points])
+        return cls(columns.astype(np.intp), np.concatenate([np.zeros(0), *points]))
 
     def exceeded(self, x: Features) -> Array:
         """1 where a record's number is above a cut point, else 0: (n, number of points)."""
-        chosen = x[:, self.columns]
-        dense = chosen.toarray() if sparse.issparse(chosen) else chosen
-        return np.asarray(dense > self.points, dtype=np.float64)
+        return np.asarray(_dense(x[:, self.columns]) > self.points, dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicCuts:
-    """Quantiles of the public rows, `count` a column; none of one that has two values or fewer.
+    """Quantiles of the public rows, `count` a column; none of one that has two values or fewer."""
 
-    Examples:
-        >>> from dpspan.convex import PrivateLogisticRegression, PublicCuts
-        >>> model = PrivateLogisticRegression(epsilon=1.0, scaling="public", cuts=PublicCuts())
-    """
-
+    releases: ClassVar[Releases] = ()
     count: int = 8
 
     def __post_init__(self) -> None:
         check_count("cuts", self.count)
-
-    def events(self) -> tuple[tuple[DpEvent, int], ...]:
-        """Nothing private is looked at."""
-        return ()
 
     def find(self, private: Features, public: Features | None, ledger: Ledger) -> CutPoints:
         if public is None:
@@ -68,13 +57,11 @@ class PublicCuts:
                 "Cut points are quantiles of public rows: pass public=X_pub to fit, or pay for "
                 "those of the private records by cuts=PrivateCuts(epsilon=..., bounds=...)."
             )
-        rows = public.toarray() if sparse.issparse(public) else public
         found = {}
-        for column, values in enumerate(rows.T):
-            known = np.unique(values)
-            if len(known) > 2:
-                points = np.quantile(values, _shares(self.count), method="lower")
-                found[column] = points[points < known[-1]]
+        for column, values in enumerate(_dense(public).T):
+            points = np.quantile(values, _shares(self.count), method="lower")
+            if len(np.unique(values)) > 2:
+                found[column] = points[points < values.max()]
         return CutPoints.of(found)
 
 
@@ -95,53 +82,47 @@ class PrivateCuts:
     count: int = 8
 
     def __post_init__(self) -> None:
-        check_count("count", self.count)
+        check_count("cuts", self.count)
         check_positive("epsilon", self.epsilon)
         expect(bool(self.bounds), "bounds of at least one column", self.bounds)
 
-    def events(self) -> tuple[tuple[DpEvent, int], ...]:
-        """One draw a cut point."""
+    @property
+    def releases(self) -> Releases:
+        """One a cut point, each for the same share of ε."""
         draws = self.count * len(self.bounds)
         return ((pure_event(self.epsilon / len(self.bounds) / self.count), draws),)
 
     def find(self, private: Features, public: Features | None, ledger: Ledger) -> CutPoints:
-        found = {}
-        for column, bounds in self.bounds.items():
-            values = private[:, [column]]
-            values = values.toarray() if sparse.issparse(values) else values
-            found[column] = private_quantiles(
-                values[:, 0],
-                _shares(self.count),
-                bounds=bounds,
-                epsilon=self.epsilon / len(self.bounds),
-                ledger=ledger,
-            )
-        return CutPoints.of(found)
+        each, shares = self.epsilon / len(self.bounds), _shares(self.count)
+
+        def paid(column: int, bounds: tuple[float, float]) -> tuple[float, ...]:
+            values = _dense(private[:, [column]])[:, 0]
+            return private_quantiles(values, shares, bounds=bounds, epsilon=each, ledger=ledger)
+
+        return CutPoints.of({column: paid(column, ends) for column, ends in self.bounds.items()})
 
 
 Cuts: TypeAlias = PublicCuts | PrivateCuts
 
 
-def cuts_of(given: int | Cuts | None, *, units: bool, features: int, epsilon: float) -> Cuts | None:
+def cuts_of(given: Any, *, units: bool, features: int, epsilon: float) -> Cuts | None:
     """The cut points meant by None, a number a column of public rows, or an object."""
-    if given is None or isinstance(given, PublicCuts):
-        return given
-    if not isinstance(given, PrivateCuts):
-        known = isinstance(given, int) and not isinstance(given, bool)
-        expect(known, "cuts to be None, a number, PublicCuts(...) or PrivateCuts(...)", given)
+    if isinstance(given, PrivateCuts):
+        paid = f"epsilon of cuts below {epsilon:g}, the fit's"
+        expect(given.epsilon < epsilon, paid, given.epsilon)
+        strange = [column for column in given.bounds if column not in range(features)]
+        expect(not strange, f"bounds of columns 0 to {features - 1}", strange[:1])
+        cure = "cuts of public rows with groups=, as those of the private ones are of records"
+        expect(not units, cure, given)
+    elif isinstance(given, int) and not isinstance(given, bool):
         return PublicCuts(count=given)
-    expect(given.epsilon < epsilon, f"epsilon of cuts below {epsilon:g}, the fit's", given.epsilon)
-    strange = [column for column in given.bounds if column not in range(features)]
-    if strange:
-        raise ValueError(
-            f"Expected bounds of columns 0 to {features - 1}, got {shown(strange[0])}."
-        )
-    if units:
-        raise ValueError(
-            "PrivateCuts are quantiles of records, and with groups= a person has several: take "
-            "cut points from public rows, cuts=PublicCuts()."
-        )
-    return given
+    known = isinstance(given, PublicCuts | PrivateCuts | None)
+    expect(known, "cuts to be None, a number, PublicCuts(...) or PrivateCuts(...)", given)
+    return given  # type: ignore[no-any-return]
+
+
+def _dense(x: Features) -> Any:
+    return x.toarray() if sparse.issparse(x) else x
 
 
 def _shares(count: int) -> list[float]:

@@ -109,7 +109,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         preparation = Preparation() if scaling is None else scaling.prepare(seen)
         ledger = self._opened(ledger)
         ledger.protect(what)
-        paid = () if cuts is None else cuts.events()
+        paid = () if cuts is None else cuts.releases
         z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant, paid)
         points = CutPoints() if cuts is None else cuts.find(x, seen, ledger)
         preparation = replace(preparation, row_norm=self.row_norm, cuts=points)

@@ -35,7 +35,7 @@ class Preparation:
         with np.errstate(all="ignore"):  # warnings would be about private records
             exceeded = self.cuts.exceeded(x)
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
-            if len(self.cuts):
+            if len(self.cuts.points):
                 parts = [x, exceeded]
                 x = sparse.hstack(parts, format="csr") if sparse.issparse(x) else np.hstack(parts)
             if self.row_norm is not None:

@@ -121,24 +121,20 @@ class Plan:
     def __str__(self) -> str:
         how = {k: v for k, v in self.method.describe().items() if k != "method" and v is not None}
         settings = ", ".join(f"{name}={value}" for name, value in how.items())
-        per_epoch = self.sampling.events_per_epoch
+        per_epoch, most = self.sampling.events_per_epoch, self.records_per_unit
         steps = f"{per_epoch} to an epoch" + (f", {self.epochs} epochs" if self.epochs else "")
         lines = {
             "model": f"{self.model}, {self.trainable_parameters:,} trainable parameters",
             "method": f"{type(self.method).__name__}({settings})",
             "sampling": f"{self.sampling!r}, divided by L = {self.expected_batch_size:g}",
             "event": f"{self.event}; {steps}",
-            "unit": f"{_UNIT}, of which a step uses at most {self.records_per_unit}",
+            "unit": "" if most is None else f"{_UNIT}, of which a step uses at most {most}",
             "noise": f"z = {self.noise_multiplier:g}",
             "expected ε": self._expected(),
             "afterwards": ", ".join(f"{k}={v}" for k, v in self.smoothing.describe().items()),
             "public": "; ".join(self.public) or "nothing",
         }
-        if self.records_per_unit is None:
-            del lines["unit"]
-        if not lines["afterwards"]:
-            del lines["afterwards"]
-        return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
+        return "\n".join(f"{name:<11} {value}" for name, value in lines.items() if value)
 
     def _expected(self) -> str:
         if self.noise_multiplier == 0:

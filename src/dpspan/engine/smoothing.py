@@ -38,7 +38,7 @@ class Smoother:
     """Of one run: the filter's memory, and the average."""
 
     def __init__(self, smoothing: Smoothing, module: nn.Module) -> None:
-        self._how, self._module, self._steps, self._averaged = smoothing, module, 0, 0
+        self._how, self._module, self._steps = smoothing, module, 0
         self._filtered: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self.shown = False  # the model has the averaged weights at the moment
@@ -56,20 +56,16 @@ class Smoother:
         beta = self._how.low_pass
         if beta is None:
             return dict(gradient)
-        self._steps += 1
         for name, value in gradient.items():
-            memory = self._filtered.setdefault(name, torch.zeros_like(value))
-            memory.lerp_(value, 1 - beta)
-        return {name: self._filtered[name] / (1 - beta**self._steps) for name in gradient}
+            self._filtered.setdefault(name, torch.zeros_like(value)).lerp_(value, 1 - beta)
+        return {name: self._filtered[name] / (1 - beta ** (self._steps + 1)) for name in gradient}
 
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer has taken a step with a released gradient."""
-        if self._how.average_weights is None:
-            return
-        self._averaged += 1
-        decay = min(self._how.average_weights, (1 + self._averaged) / (10 + self._averaged))
-        now = self._weights()
+        self._steps += 1
+        decay = min(self._how.average_weights or 0.0, (1 + self._steps) / (10 + self._steps))
+        now = self._weights() if self._average else {}
         for name, average in self._average.items():
             average.lerp_(now[name], 1 - decay)
 
@@ -97,27 +93,17 @@ class Smoother:
 
     def state_dict(self) -> dict[str, Any]:
         """Released things only; empty where nothing is smoothed."""
-        if not self._how.describe():
-            return {}
-        return {
-            "steps": (self._steps, self._averaged),
-            "filtered": dict(self._filtered),
-            "average": dict(self._average),
-        }
+        kept = {"filtered": dict(self._filtered), "average": dict(self._average)}
+        return {"steps": self._steps, **kept} if self._how.describe() else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != self.state_dict().keys():
-            raise ValueError("Expected the state of a run with the same low_pass, average_weights.")
-        if not state:
-            return
-        mine = self._weights()
-        for kept in (state["filtered"], state["average"]):
-            strange = [n for n, x in kept.items() if n not in mine or x.shape != mine[n].shape]
-            expect(not strange, "the state of a run of this model", strange[:1])
-        missing = [name for name in self._average if name not in state["average"]]
-        expect(not missing, "an average of every weight", missing[:1])
-        like = {name: weight.device for name, weight in mine.items()}
-        steps = [check_count("steps", count, least=0) for count in state["steps"]]
-        self._steps, self._averaged = steps
-        self._filtered = {n: x.to(like[n], copy=True) for n, x in state["filtered"].items()}
-        self._average = {n: x.to(like[n], copy=True) for n, x in state["average"].items()}
+        mine, known = self._weights(), state.keys() == self.state_dict().keys()
+        kept = [state.get(name, {}) for name in ("filtered", "average")]
+        fits = all(n in mine and x.shape == mine[n].shape for part in kept for n, x in part.items())
+        whole = known and fits and kept[1].keys() == self._average.keys()
+        expect(whole, "the state of a run of this model, smoothed alike", sorted(state))
+        if state:
+            self._steps = check_count("steps", state["steps"], least=0)
+            self._filtered, self._average = (
+                {n: x.to(mine[n].device, copy=True) for n, x in part.items()} for part in kept
+            )

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
+from dpspan.gradients.layers.standardised import StandardisedConv2d
 from dpspan.support.errors import UnsupportedModule
 
 _logger = logging.getLogger(__name__)
@@ -123,6 +124,15 @@ def fix(model: nn.Module) -> nn.Module:
             return new
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new)
+    return model
+
+
+def standardised(model: nn.Module) -> nn.Module:
+    """A copy of the model whose nn.Conv2d use their weights' directions: `StandardisedConv2d`."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if type(module) is nn.Conv2d:
+            module.__class__ = StandardisedConv2d  # of the same attributes
     return model
 
 

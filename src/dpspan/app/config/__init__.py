@@ -4,9 +4,9 @@ Everything in it is public: it is copied into the run's folder and quoted by the
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.app.config.sections import (
@@ -41,6 +41,7 @@ class DataSection(Section):
     A step uses at most `records_per_unit` of one unit.
     """
 
+    if_used: ClassVar = ("unit", "records_per_unit")
     classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)]
     private: AnySource
     public: dict[str, AnySource] = Field(default_factory=dict)
@@ -49,12 +50,6 @@ class DataSection(Section):
     records: Count | None = None
     unit: str | None = None
     records_per_unit: Count = RECORDS_PER_UNIT
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without settings that older folders do not know, if they are not used."""
-        hidden = () if self.unit is not None else ("unit", "records_per_unit")
-        return {key: value for key, value in dump(self).items() if key not in hidden}
 
     @model_validator(mode="after")
     def _private_data_are_private_only(self) -> Self:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 import dpspan
 from dpspan.app.section import (
@@ -42,9 +42,14 @@ _RULES = {
 
 
 class ModelSection(Section):
-    """What all models have; `fix` replaces layers that mix samples, BatchNorm for example."""
+    """What all models have; `fix` replaces layers that mix samples, BatchNorm for example.
 
+    With `standardised` convolutions use the direction of their weights alone (De et al. 2022).
+    """
+
+    if_used: ClassVar = ("standardised",)
     fix: bool = False
+    standardised: bool = False
 
 
 class NetworkSection(ModelSection):
@@ -392,6 +397,7 @@ class TrainingSection(Section):
     the last weights. Neither costs anything.
     """
 
+    if_used: ClassVar = ("augment", "views", "low_pass", "average_weights")
     epochs: Count
     batch_size: Count
     optimizer: Annotated[SgdSection | AdamSection, Field(discriminator="name")]
@@ -410,12 +416,6 @@ class TrainingSection(Section):
         if self.views > 1 and self.augment is None:
             refuse("views", "Expected `augment` beside it: without it all views are the same.")
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without settings that older folders do not know, if they are not used."""
-        unused = {"augment": None, "views": 1, "low_pass": None, "average_weights": None}
-        return {key: v for key, v in dump(self).items() if key not in unused or v != unused[key]}
 
 
 class LastLayersSection(BuiltSection):

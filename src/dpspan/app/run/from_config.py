@@ -37,7 +37,7 @@ from dpspan.choose import Choice, ProbeNetwork, choose_public
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
 from dpspan.model.trainable import train_only
-from dpspan.model.validation import fix
+from dpspan.model.validation import fix, standardised
 from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.warm_start import WarmStart
@@ -280,7 +280,8 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
         model = PaperCNN(classes=data.classes, channels=channels, size=height)
     if isinstance(section, CheckpointSection):
         load_weights(model, section.weights)
-    return fix(model) if section.fix else model
+    model = fix(model) if section.fix else model
+    return standardised(model) if section.standardised else model
 
 
 def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:

@@ -241,18 +241,10 @@ class Contender:
             **self.describe_steps(),
             "warm_start": warm,
             "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
-            **self._describe_more(),
+            **({"low_pass": self.low_pass} if self.low_pass else {}),  # if it is used
+            **({"average_weights": self.average_weights} if self.average_weights else {}),
+            **({"augment": repr(self.augment), "views": self.views} if self.augment else {}),
         }
-
-    def _describe_more(self) -> dict[str, Any]:
-        """What older folders do not know, where it is used."""
-        settings: dict[str, Any] = {
-            "low_pass": self.low_pass,
-            "average_weights": self.average_weights,
-        }
-        if self.augment is not None:
-            settings |= {"augment": repr(self.augment), "views": self.views}
-        return {name: value for name, value in settings.items() if value is not None}
 
     def describe_steps(self) -> dict[str, Any]:
         """Optimizer and schedule, known by what they do: two lambdas have the same name."""
