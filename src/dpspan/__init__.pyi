@@ -51,6 +51,7 @@ from .public.overlap import without_public as without_public
 from .public.patches import PatchFeatures as PatchFeatures
 from .public.patches import encode as encode
 from .public.patches import encode_public as encode_public
+from .public.pretrained import PretrainedFeatures as PretrainedFeatures
 from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
 from .subspaces.solvers import Eigh as Eigh

@@ -149,13 +149,13 @@ def test_what_would_lose_weights_is_refused() -> None:
     steps(model, optimizer, loader)
     with engine.averaged():
         for use in (lambda: next(iter(loader)), engine.state_dict, engine.adopt_average):
-            with pytest.raises(RuntimeError, match=r"leave engine\.averaged\(\)"):
+            with pytest.raises(RuntimeError, match=r"Leave engine\.averaged\(\)"):
                 use()
     batches = iter(loader)
     next(batches)
     with pytest.raises(RuntimeError, match="between steps"), engine.averaged():
         pass
-    with pytest.raises(RuntimeError, match="pass average_weights="), setup()[0].averaged():
+    with pytest.raises(RuntimeError, match="Give average_weights="), setup()[0].averaged():
         pass
 
 

@@ -9,16 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Never, TypeVar
 
+import pydantic
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 import dpspan
@@ -35,8 +28,8 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     if_used: ClassVar[tuple[str, ...]] = ()  # settings that older folders do not know
 
-    @model_serializer(mode="wrap")
-    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _as_before(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         used = any(getattr(self, k) != type(self).model_fields[k].default for k in self.if_used)
         return {k: v for k, v in dump(self).items() if used or k not in self.if_used}
 

@@ -1,7 +1,5 @@
 """Private convex learning for tables: noisy AdaGrad, DP gradient descent, and estimators."""
 
-from dpspan.convex.cuts import PrivateCuts as PrivateCuts
-from dpspan.convex.cuts import PublicCuts as PublicCuts
 from dpspan.convex.estimators import PrivateLinearRegression as PrivateLinearRegression
 from dpspan.convex.estimators import PrivateLinearSVC as PrivateLinearSVC
 from dpspan.convex.estimators import PrivateLogisticRegression as PrivateLogisticRegression

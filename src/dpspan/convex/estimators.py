@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent
+from dp_accounting import GaussianDpEvent
 from numpy.typing import ArrayLike, NDArray
 from rich.progress import track
 from scipy import special
@@ -19,7 +19,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
-from dpspan.convex.cuts import CutPoints, Cuts, cuts_of
+from dpspan.convex.cuts import Cuts, cut_points
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
@@ -59,8 +59,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     method: str | Method = "adagrad"
     clip: float | ClipSchedule = 1.0
     scaling: str | Scaling | None = None
-    cuts: int | Cuts | None = None
     row_norm: float | None = None
+    cuts: Cuts = None
     start: str = "zero"
     records: int | None = None
     fit_intercept: bool = True
@@ -99,24 +99,21 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             units = Units.of(groups, count, records=count, name="groups")
             count = len(units)
         divisor, what = self._checked_divisor(count), "record" if units is None else "unit"
-        grouped, features = units is not None, x.shape[1]
-        cuts = cuts_of(self.cuts, units=grouped, features=features, epsilon=self.epsilon)
         warn_of_weaknesses(self.epsilon, self.delta, divisor, unit=what)
         if public is not None and not public.equal_rows_allowed:
             refuse_overlap(public.x, x, public.name)
 
         seen = None if public is None else public.x
         preparation = Preparation() if scaling is None else scaling.prepare(seen)
-        ledger = self._opened(ledger)
-        ledger.protect(what)
-        paid = () if cuts is None else cuts.releases
-        z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant, paid)
-        points = CutPoints() if cuts is None else cuts.find(x, seen, ledger)
+        points = cut_points(self.cuts, x.shape[1], seen)
         preparation = replace(preparation, row_norm=self.row_norm, cuts=points)
         rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept), units=units)
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
         known = None if public is None else _known(public, preparation, records)
         zero = np.zeros(targets.shape[1] * rows.width)
+        ledger = self._opened(ledger)
+        ledger.protect(what)
+        z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
         fit = Fit(
             records=records,
             public=known,
@@ -131,8 +128,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         self._declare(ledger, divisor, task, public)
         weights = method.minimise(fit).reshape(-1, rows.width)
         coef, constant = np.split(weights, [rows.x.shape[1]], axis=1)  # one column, or none
-        document = self._certificate(fit, method, scaling, cuts)
-        epsilon = ledger.epsilon(self.delta)
+        epsilon, document = ledger.epsilon(self.delta), self._certificate(fit, method, scaling)
         self.preparation_, self.epsilon_, self.certificate_ = preparation, epsilon, document
         for name, value in task.fitted(coef, constant.sum(1)).items():
             setattr(self, name, value)
@@ -201,6 +197,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _declare(self, ledger: Ledger, divisor: int, task: Task, public: PublicRows | None) -> None:
         """What the ledger has to know, from which other certificates may be made too."""
+        if isinstance(self.cuts, Mapping):
+            ledger.warn("cut points were given: they are taken to be public, or paid for here")
         if self.random_state is not None:
             ledger.invalidate("noise was drawn from a fixed random_state")
         if self.records is None:
@@ -217,17 +215,15 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             count = int(public.x.shape[0])
             ledger.declare_public(public.name, digest(public.x, public.y), count, detail)
 
-    def _certificate(
-        self, fit: Fit, method: Method, scaling: Scaling | None, cuts: Cuts | None
-    ) -> dict[str, Any]:
+    def _certificate(self, fit: Fit, method: Method, scaling: Scaling | None) -> dict[str, Any]:
         training = {
             "kind": "convex, full batch",
             "method": configuration(method),
             "loss": repr(fit.records.loss),
             "clip": configuration(fit.clip),
             "scaling": {"name": "NoScaling"} if scaling is None else configuration(scaling),
-            **({} if cuts is None else {"cuts": configuration(cuts)}),
             "row_norm": configuration(self.row_norm),
+            **({} if self.cuts is None else {"cuts": configuration(self.cuts)}),
             "intercept": bool(self.fit_intercept),
             "start": self.start,
             "divisor": fit.records.divisor,
@@ -259,16 +255,10 @@ def configuration(setting: Any) -> Any:
     return None if setting is None else np.asarray(setting).tolist()
 
 
-@lru_cache(maxsize=256)  # a function of a few numbers that takes half a second
-def _calibrated(
-    epsilon: float,
-    delta: float,
-    steps: int,
-    accountant: str,
-    beside: tuple[tuple[DpEvent, int], ...],
-) -> float:
+@lru_cache(maxsize=256)  # a function of four numbers that takes half a second
+def _calibrated(epsilon: float, delta: float, steps: int, accountant: str) -> float:
     budget = Budget(epsilon=epsilon, delta=delta)
-    return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant, spent=beside)
+    return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -323,11 +313,11 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     `fit` spends `epsilon` at `delta` on the records it is given; `epsilon_` and `certificate_` say
     what was spent and how. `clip`, `scaling` and `row_norm` are public numbers, chosen without a
     look at the records. `cuts=8` adds to each feature whether it exceeds eight quantiles of the
-    public rows (`PublicCuts`), so that its effect may bend. `records`, what sums are divided by, is
-    by default the number of rows, which is then public, and so are the `classes`, by default those
-    in `y`. A `random_state` fixes the noise: for tests only, and the certificate says that the fit
-    is not private. The `accountant` is the ledger's if one is given to `fit`, else "pld" unless
-    stated.
+    public rows, so that its effect may bend; {column: points} has other cut points. `records`, what
+    sums are divided by, is by default the number of rows, which is then public, and so are the
+    `classes`, by default those in `y`. A `random_state` fixes the noise: for tests only, and the
+    certificate says that the fit is not private. The `accountant` is the ledger's if one is given
+    to `fit`, else "pld" unless stated.
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.

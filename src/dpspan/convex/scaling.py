@@ -1,7 +1,4 @@
 """Features on a common scale, by public numbers only: bounds that you know, or public rows.
-
-And beside them, if asked for (`cuts.py`), whether a feature exceeds cut points.
-
 Whatever is fitted here sees no private record, and is then applied to each record by itself.
 """
 
@@ -19,10 +16,7 @@ from dpspan.support.checks import check_number, expect, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """x ↦ (x − shift)/scale, cut to ±limit, then shortened to norm `row_norm`; row by row.
-
-    Before that last step come further columns, one a cut point: 1 where the feature exceeds it.
-    """
+    """x ↦ (x − shift)/scale, cut to ±limit, beside x > cuts; shortened to `row_norm`; by row."""
 
     shift: Array | float = 0.0
     scale: Array | float = 1.0
@@ -35,9 +29,9 @@ class Preparation:
         with np.errstate(all="ignore"):  # warnings would be about private records
             exceeded = self.cuts.exceeded(x)
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
-            if len(self.cuts.points):
-                parts = [x, exceeded]
-                x = sparse.hstack(parts, format="csr") if sparse.issparse(x) else np.hstack(parts)
+            if exceeded.size:
+                both = (x, exceeded)
+                x = sparse.hstack(both, format="csr") if sparse.issparse(x) else np.hstack(both)
             if self.row_norm is not None:
                 factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
                 by_row = factors[:, None]

@@ -19,7 +19,6 @@ from dpspan.engine.plan import Plan, calibrated, plan_run, plan_sampling, units_
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.engine.shard_folder import load, save
-from dpspan.engine.smoothing import Smoothing
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.distributed import Processes
@@ -175,7 +174,8 @@ class PrivacyEngine:
                 views=views,
                 units=units,
                 accountant=self.ledger.accountant,
-                smoothing=Smoothing(low_pass=low_pass, average_weights=average_weights),
+                low_pass=low_pass,
+                average_weights=average_weights,
             )
         given = Given(
             module=module,
@@ -283,11 +283,7 @@ class PrivacyEngine:
         return self._running().plan.noise_multiplier
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The model with its averaged weights, to evaluate, certify or save it as it is then.
-
-        Between steps, and with `average_weights=` given to `make_private`; afterwards the model has
-        the weights that are trained again.
-        """
+        """The model with its averaged weights meanwhile: to evaluate, certify or save it so."""
         return self._running().averaged()
 
     def adopt_average(self) -> None:

@@ -1,6 +1,7 @@
 """The plan of a private run: all that decides what it costs, before a private record is read."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,8 @@ from dpspan.accounting.epsilon import account
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
-from dpspan.engine.smoothing import Smoothing
 from dpspan.mechanisms.base import Method
-from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.checks import check_count, check_number, check_positive, expect
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.sharded import name_of
@@ -50,7 +50,7 @@ class Plan:
     records_per_unit: int | None = None  # most of one unit in a step; None: each is its own unit
     epochs: int | None = None  # how many were asked for, and what they may cost
     budget: Budget | None = None
-    smoothing: Smoothing = field(default_factory=Smoothing)  # of what is released
+    post_processing: Mapping[str, float] = field(default_factory=dict)  # of what is released
     public: tuple[str, ...] = field(default=(), compare=False)  # what is used, in words
 
     @property
@@ -101,7 +101,7 @@ class Plan:
             "views": self.views,
             "model": self.model,
             "trainable_parameters": self.trainable_parameters,
-            **({"post_processing": smoothed} if (smoothed := self.smoothing.describe()) else {}),
+            **({"post_processing": self.post_processing} if self.post_processing else {}),
         }
 
     def check_described(self, described: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Plan:
             "unit": "" if most is None else f"{_UNIT}, of which a step uses at most {most}",
             "noise": f"z = {self.noise_multiplier:g}",
             "expected ε": self._expected(),
-            "afterwards": ", ".join(f"{k}={v}" for k, v in self.smoothing.describe().items()),
+            "afterwards": ", ".join(f"{k}={v}" for k, v in self.post_processing.items()),
             "public": "; ".join(self.public) or "nothing",
         }
         return "\n".join(f"{name:<11} {value}" for name, value in lines.items() if value)
@@ -194,7 +194,8 @@ def plan_run(
     views: int,
     accountant: str,
     units: Units | None = None,
-    smoothing: Smoothing | None = None,
+    low_pass: float | None = None,
+    average_weights: float | None = None,
 ) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
     if noise_multiplier == 0 and not non_private:
@@ -208,6 +209,10 @@ def plan_run(
         expected_batch_size = data_loader.batch_size or 0
         if sample_rate is None:  # both from the data, and the certificate says so
             expected_batch_size = min(expected_batch_size, sampling.records)
+    smoothing = {"low_pass": low_pass, "average_weights": average_weights}
+    smoothed = {name: share for name, share in smoothing.items() if share is not None}
+    for name, share in smoothed.items():
+        expect(0 < check_number(name, share) < 1, f"{name} between 0 and 1, or None", share)
     return Plan(
         method=method,
         sampling=sampling,
@@ -220,5 +225,5 @@ def plan_run(
         accountant=accountant,
         tells_records=sample_rate is None,
         records_per_unit=None if units is None else units.most,
-        smoothing=smoothing or Smoothing(),
+        post_processing=smoothed,
     )

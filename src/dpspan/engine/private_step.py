@@ -66,7 +66,7 @@ class PrivateRun:
         self._piece: Piece | None = None
         self._total: Sums = {}
         self._steps = 0  # of this process
-        self.smoother, self._moved = Smoother(plan.smoothing, self._module), False
+        self.smoother, self._moved = Smoother(plan.post_processing, self._module), False
         self._charged_passes: set[int] = set()
         self._last_digest: str | None = None  # of the weights as the run left them
         self._step_hooks = [
@@ -261,25 +261,21 @@ class PrivateRun:
     def adopt_average(self) -> None:
         """The model has its averaged weights for good."""
         self._before_average()
-        self.smoother.show_average()
+        self.smoother.show()
         self.guard.stepped()
 
     def _before_average(self) -> None:
-        if self.plan.smoothing.average_weights is None:
-            raise RuntimeError("No weights are averaged: pass average_weights= to make_private.")
-        if self._piece is not None or self._last_digest is not None:
-            raise RuntimeError("Ask for averaged weights between steps, and before detach().")
         self.refuse_averaged()
+        averaging = "average_weights" in self.plan.post_processing
+        if not averaging or self._piece is not None or self._last_digest is not None:
+            raise RuntimeError("Give average_weights=, and ask between steps, before detach().")
         self._capture.shards.reshard()
         self.guard.review()
 
     def refuse_averaged(self) -> None:
         """RuntimeError while the model does not have the weights that are trained."""
         if self.smoother.shown:
-            raise RuntimeError(
-                "The model has its averaged weights now: leave engine.averaged() before training "
-                "goes on or is saved; after engine.adopt_average() it is over."
-            )
+            raise RuntimeError("Leave engine.averaged() first; adopt_average() ends training.")
 
     def go_on(self) -> None:
         """A saved state was loaded: weights may be others, and processes are compared again."""

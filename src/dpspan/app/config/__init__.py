@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.app.config.sections import (
+    AnyFeatures,
     AnyMethod,
     AnyModel,
     AnyTrainable,
-    PatchesSection,
     TrainingSection,
     WarmStartSection,
 )
@@ -109,7 +109,7 @@ class Config(Section):
     """A run."""
 
     data: DataSection
-    features: PatchesSection | None = None
+    features: AnyFeatures | None = None
     model: AnyModel
     method: AnyMethod
     budget: BudgetSection

@@ -42,10 +42,7 @@ _RULES = {
 
 
 class ModelSection(Section):
-    """What all models have; `fix` replaces layers that mix samples, BatchNorm for example.
-
-    With `standardised` convolutions use the direction of their weights alone (De et al. 2022).
-    """
+    """What all have; `fix` replaces layers that mix samples, `standardised` all convolutions."""
 
     if_used: ClassVar = ("standardised",)
     fix: bool = False
@@ -122,6 +119,22 @@ class PatchesSection(Section):
         """What the layer is learnt with."""
         keys = set(PatchesSection.model_fields) - {"name", "public"}
         return self.model_dump(mode="json", include=keys)
+
+
+class PretrainedSection(Section):
+    """`PretrainedFeatures`: the network of that name or folder, scaled by the public data."""
+
+    name: Literal["pretrained"] = "pretrained"
+    public: str
+    model: str
+    side: Count | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"model": self.model, "side": self.side}
+
+
+AnyFeatures = Annotated[PatchesSection | PretrainedSection, Field(discriminator="name")]
 
 
 class AdaptiveClippingSection(BuiltSection):
@@ -392,9 +405,8 @@ class TrainingSection(Section):
     most samples to process at once. With `cuda_graphs` a GPU waits for no launches, and every batch
     is filled up to one size. `seed` is of the model's first weights, never of the noise.
 
-    `augment` changes every image at random, and with `views` the model sees so many such copies of
-    each. `low_pass` filters what steps release; with `average_weights` the model is an average of
-    the last weights. Neither costs anything.
+    `augment` changes images at random; of `views` such copies the mean gradient counts. `low_pass`
+    filters what steps release, and `average_weights` is of the model that is kept.
     """
 
     if_used: ClassVar = ("augment", "views", "low_pass", "average_weights")
@@ -410,12 +422,6 @@ class TrainingSection(Section):
     views: Count = 1
     low_pass: Share | None = None
     average_weights: Share | None = None
-
-    @model_validator(mode="after")
-    def _views_differ(self) -> Self:
-        if self.views > 1 and self.augment is None:
-            refuse("views", "Expected `augment` beside it: without it all views are the same.")
-        return self
 
 
 class LastLayersSection(BuiltSection):

@@ -40,6 +40,7 @@ from dpspan.model.trainable import train_only
 from dpspan.model.validation import fix, standardised
 from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
+from dpspan.public.pretrained import PretrainedFeatures
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
@@ -226,15 +227,16 @@ def _units(config: Config, records: int) -> Units:
 
 def _layer(
     config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
-) -> PatchFeatures | None:
+) -> Any:
     """The frozen layer, if any: kept, or learnt now. Elsewhere its last digits would be others."""
     section, seed = config.features, config.training.seed
     if section is None:
         return None
     data = public[section.public]
+    kind: Any = PatchFeatures if section.name == "patches" else PretrainedFeatures
     if kept is None:
-        return PatchFeatures.learn(data, **section.settings, seed=seed, device=device)
-    layer = PatchFeatures.load(kept, data)
+        return kind.learn(data, **section.settings, seed=seed, device=device)
+    layer = kind.load(kept, data)
     if layer.settings != {**section.settings, "seed": seed}:
         before = "other settings than the section `features`, or another seed"
         raise ValueError(f"{kept} was learnt with {before}. {_GO_BACK}")

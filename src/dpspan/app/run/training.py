@@ -171,8 +171,7 @@ class Contender:
             `functools.partial(torch.optim.AdamW, weight_decay=0.1)`.
         schedule: schedule(step, steps) is what the learning rate is multiplied by at a step.
         warm_start: training on labelled public data before the first private step.
-        low_pass: as for `make_private`.
-        average_weights: as for `make_private`; the averaged weights are what is measured and kept.
+        low_pass, average_weights: as for `make_private`; averaged ones are measured and kept.
         augment: changes a batch of inputs at random, each on its own (`RandomAffine()`).
         views: the model sees so many augmented copies of each record, whose mean gradient counts.
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
@@ -197,8 +196,7 @@ class Contender:
         expect(isinstance(self.name, str) and bool(self.name), "name to be a text", self.name)
         momentum = check_number("momentum", self.momentum)
         expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
-        several = check_count("views", self.views) > 1
-        expect(self.augment is not None or not several, "augment= beside views=", self.views)
+        expect(self.views == 1 or self.augment is not None, "augment= beside views=", self.views)
         if self.method is None:
             expect(self.warm_start is not None, f"a method or a warm_start for '{self.name}'", None)
             return
@@ -429,9 +427,10 @@ class Training:
                 group["lr"] = rate * factor
         inputs, labels = move((inputs, labels), torch.device(task.device))
         if self.contender.augment is not None:  # by random numbers that the loader made anew
-            views = self.contender.views
-            inputs = self.contender.augment(inputs.repeat_interleave(views, 0))
-            labels = labels.repeat_interleave(views, 0)
+            inputs, labels = (
+                x.repeat_interleave(self.contender.views, 0) for x in (inputs, labels)
+            )
+            inputs = self.contender.augment(inputs)
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         loss = task.criterion(outputs, labels)
