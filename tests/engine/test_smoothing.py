@@ -123,7 +123,7 @@ def test_it_costs_nothing_and_is_on_the_certificate() -> None:
     train(model, *rest, epochs=2)
     document = engine.certificate()
     assert document["training"]["post_processing"] == BOTH
-    assert f"afterwards  low_pass={BETA}, average_weights={ALPHA}" in str(engine.plan)
+    assert f", low_pass={BETA}, average_weights={ALPHA})" in str(engine.plan)
     plain = PrivacyEngine(accountant="rdp")
     model, *rest = private_with_epsilon(plain)
     train(model, *rest, epochs=2)

@@ -6,7 +6,7 @@ Cut points are quantiles of public rows, or numbers that are known, or paid for 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,8 @@ class CutPoints:
 
     def exceeded(self, x: Features) -> Array:
         """1 where a record's number is above a cut point, else 0: (n, number of points)."""
-        return np.asarray(_dense(x[:, self.columns]) > self.points, dtype=np.float64)
+        compared = x[:, self.columns].toarray() if sparse.issparse(x) else x[:, self.columns]
+        return np.asarray(compared > self.points, dtype=np.float64)
 
 
 def cut_points(given: Cuts, features: int, public: Features | None) -> CutPoints:
@@ -50,13 +51,10 @@ def cut_points(given: Cuts, features: int, public: Features | None) -> CutPoints
         )
     else:
         shares, found = np.arange(1, check_count("cuts", given) + 1) / (given + 1), {}
-        for column, values in enumerate(_dense(public).T):
+        rows = public.toarray() if sparse.issparse(public) else public
+        for column, values in enumerate(rows.T):
             points = np.unique(np.quantile(values, shares, method="lower"))
             if len(np.unique(values)) > 2:
                 found[column] = points[points < values.max()]
     columns = np.repeat(list(found), [len(points) for points in found.values()])
     return CutPoints(columns.astype(np.intp), np.concatenate([np.zeros(0), *found.values()]))
-
-
-def _dense(x: Features) -> Any:
-    return x.toarray() if sparse.issparse(x) else x

@@ -3,6 +3,7 @@ Whatever is fitted here sees no private record, and is then applied to each reco
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,11 +28,11 @@ class Preparation:
     def apply(self, x: Features) -> Features:
         """The records prepared, in the form they came in."""
         with np.errstate(all="ignore"):  # warnings would be about private records
-            exceeded = self.cuts.exceeded(x)
+            above = self.cuts.exceeded(x)
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
-            if exceeded.size:
-                both = (x, exceeded)
-                x = sparse.hstack(both, format="csr") if sparse.issparse(x) else np.hstack(both)
+            if above.size:
+                join = partial(sparse.hstack, format="csr") if sparse.issparse(x) else np.hstack
+                x = join((x, above))
             if self.row_norm is not None:
                 factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
                 by_row = factors[:, None]

@@ -120,6 +120,7 @@ class Plan:
 
     def __str__(self) -> str:
         how = {k: v for k, v in self.method.describe().items() if k != "method" and v is not None}
+        how |= self.post_processing
         settings = ", ".join(f"{name}={value}" for name, value in how.items())
         per_epoch, most = self.sampling.events_per_epoch, self.records_per_unit
         steps = f"{per_epoch} to an epoch" + (f", {self.epochs} epochs" if self.epochs else "")
@@ -131,7 +132,6 @@ class Plan:
             "unit": "" if most is None else f"{_UNIT}, of which a step uses at most {most}",
             "noise": f"z = {self.noise_multiplier:g}",
             "expected ε": self._expected(),
-            "afterwards": ", ".join(f"{k}={v}" for k, v in self.post_processing.items()),
             "public": "; ".join(self.public) or "nothing",
         }
         return "\n".join(f"{name:<11} {value}" for name, value in lines.items() if value)

@@ -78,11 +78,10 @@ class Smoother:
         return {"steps": self._steps, **kept} if self._how else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        mine, known = self._weights(), state.keys() == self.state_dict().keys()
-        kept = [state.get(name, {}) for name in ("filtered", "average")]
+        mine, kept = self._weights(), [state.get(name, {}) for name in ("filtered", "average")]
         fits = all(n in mine and x.shape == mine[n].shape for part in kept for n, x in part.items())
-        whole = known and fits and kept[1].keys() == self._average.keys()
-        expect(whole, "the state of a run of this model, smoothed alike", sorted(state))
+        alike = state.keys() == self.state_dict().keys() and kept[1].keys() == self._average.keys()
+        expect(fits and alike, "the state of a run of this model, smoothed alike", sorted(state))
         self._steps = check_count("steps", state.get("steps", self._steps), least=0)
         self._filtered, self._average = (
             {n: x.to(mine[n].device, copy=True) for n, x in part.items()} for part in kept

@@ -19,17 +19,16 @@ _AT_ONCE, _SMALLEST = 256, 0.1  # samples; and of the mean deviation, added to a
 
 
 class PretrainedFeatures(PatchFeatures):
-    """(n, …) to (n, features) of length 1, for `dpspan.encode`; by `PretrainedFeatures.learn`."""
+    """(n, …) to (n, features) of length 1, for `dpspan.encode`; by `PretrainedFeatures.learn`.
+
+    Examples:
+        >>> import dpspan
+        >>> learn = dpspan.PretrainedFeatures.learn  # (public, model="timm/resnet18.a1_in1k")
+    """
 
     @classmethod
     def learn(  # type: ignore[override]
-        cls,
-        public: object,
-        *,
-        model: str,
-        side: int | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
+        cls, public: Any, *, model: str, side: int | None = None, seed: int = 0, device: Any = "cpu"
     ) -> Self:
         """A network, with the mean and scale of its features of public samples.
 

@@ -404,7 +404,6 @@ class TrainingSection(Section):
     `batch_size` is the expected one: batches are Poisson samples. `physical_batch_size` is the
     most samples to process at once. With `cuda_graphs` a GPU waits for no launches, and every batch
     is filled up to one size. `seed` is of the model's first weights, never of the noise.
-
     `augment` changes images at random; of `views` such copies the mean gradient counts. `low_pass`
     filters what steps release, and `average_weights` is of the model that is kept.
     """

@@ -239,8 +239,9 @@ class Contender:
             **self.describe_steps(),
             "warm_start": warm,
             "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
-            **({"low_pass": self.low_pass} if self.low_pass else {}),  # if it is used
-            **({"average_weights": self.average_weights} if self.average_weights else {}),
+            **{
+                k: v for k in ("low_pass", "average_weights") if (v := getattr(self, k)) is not None
+            },
             **({"augment": repr(self.augment), "views": self.views} if self.augment else {}),
         }
 
