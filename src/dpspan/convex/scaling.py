@@ -3,7 +3,6 @@ Whatever is fitted here sees no private record, and is then applied to each reco
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,9 +29,10 @@ class Preparation:
         with np.errstate(all="ignore"):  # warnings would be about private records
             above = self.cuts.exceeded(x)
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
-            if above.size:
-                join = partial(sparse.hstack, format="csr") if sparse.issparse(x) else np.hstack
-                x = join((x, above))
+            if above.size and sparse.issparse(x):
+                x = sparse.hstack((x, above), format="csr")
+            elif above.size:
+                x = np.hstack((x, above))
             if self.row_norm is not None:
                 factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
                 by_row = factors[:, None]

@@ -172,11 +172,7 @@ class Contender:
         schedule: schedule(step, steps) is what the learning rate is multiplied by at a step.
         warm_start: training on labelled public data before the first private step.
         low_pass, average_weights: as for `make_private`; averaged ones are measured and kept.
-        augment: changes a batch of inputs at random, each on its own (`RandomAffine()`).
-        views: the model sees so many augmented copies of each record, whose mean gradient counts.
-        paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
-            of public data); each run's ε includes it. Contenders that share one such release get
-            the same record.
+        augment, views: so many copies of each input, changed at random (`RandomAffine()`).
     """
 
     name: str
@@ -239,9 +235,8 @@ class Contender:
             **self.describe_steps(),
             "warm_start": warm,
             "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
-            **{
-                k: v for k in ("low_pass", "average_weights") if (v := getattr(self, k)) is not None
-            },
+            **({"low_pass": self.low_pass} if self.low_pass else {}),  # if it is used
+            **({"average_weights": self.average_weights} if self.average_weights else {}),
             **({"augment": repr(self.augment), "views": self.views} if self.augment else {}),
         }
 
