@@ -41,6 +41,7 @@ from .model.trainable import LoRA as LoRA
 from .model.trainable import Named as Named
 from .model.trainable import train_only as train_only
 from .model.validation import fix as fix
+from .model.validation import standardised as standardised
 from .model.validation import validate as validate
 from .public.augmentation import RandomAffine as RandomAffine
 from .public.data import PublicData as PublicData
@@ -50,6 +51,7 @@ from .public.overlap import without_public as without_public
 from .public.patches import PatchFeatures as PatchFeatures
 from .public.patches import encode as encode
 from .public.patches import encode_public as encode_public
+from .public.pretrained import PretrainedFeatures as PretrainedFeatures
 from .public.warm_start import SecondPhase as SecondPhase
 from .public.warm_start import WarmStart as WarmStart
 from .subspaces.solvers import Eigh as Eigh

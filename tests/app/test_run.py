@@ -20,6 +20,7 @@ from torch import nn
 
 import dpspan.app.run.training
 import dpspan.engine.checkpoint
+from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config
@@ -602,3 +603,41 @@ def test_metrics_are_strict_json(folder: Path) -> None:
     assert "null" in text
     for line in text.splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_the_model_is_the_average_and_a_run_goes_on_with_it(folder: Path) -> None:
+    smooth = {"average_weights": 0.9, "low_pass": 0.5, "views": 2, "augment": {"name": "affine"}}
+
+    def made(name: str) -> Config:
+        chosen = settings(folder, budget=NOISY)
+        chosen["training"] |= smooth
+        chosen["output"] = {"folder": str(folder / name), "checkpoint_every": 1}
+        return Config.model_validate(chosen)
+
+    whole = train(made("whole"))
+    files = RunFolder(folder / "whole")
+    certificate = json.loads(files.certificate.read_text())
+    assert certificate["training"]["post_processing"] == {"low_pass": 0.5, "average_weights": 0.9}
+    assert certificate["training"]["views"] == 2
+    model, kept = safetensors.torch.load_file(files.model), load_file(files.checkpoint, KEYS)
+    average = kept["engine"]["post_processing"]["average"]
+    assert all(torch.equal(model[name], average[name]) for name in average)
+    assert not torch.equal(model["1.weight"], kept["module"]["1.weight"])
+    assert certificate["training"]["weights_sha256"] == weights_sha256(model)
+
+    train(made("parts"), stop=lambda: True)  # after a step
+    result = train(made("parts"), resume=True)
+    assert (result.status, result.step) == ("finished", whole.step)
+    parts = RunFolder(folder / "parts")
+    state = load_file(parts.checkpoint, KEYS)["engine"]["post_processing"]
+    assert state["steps"] == whole.step
+    assert torch.equal(
+        safetensors.torch.load_file(parts.model)["1.bias"], state["average"]["1.bias"]
+    )
+
+
+def test_what_older_folders_do_not_know_is_left_out(folder: Path) -> None:
+    chosen = settings(folder)["training"]
+    assert set(config(folder).fixed()["training"]) & {"views", "augment", "low_pass"} == set()
+    with pytest.raises(ValueError, match="augment= beside views="):
+        train(Config.model_validate({**settings(folder), "training": {**chosen, "views": 2}}))

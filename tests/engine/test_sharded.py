@@ -132,7 +132,7 @@ def without_noise(rank: int, method: Method, how: str | None, changes: dict[str,
     if how is not None:
         module = sharded(module, how)
     optimizer = changes.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.5))(module.parameters())
-    _, model, optimizer, loader = setup(
+    engine, model, optimizer, loader = setup(
         module=module,
         optimizer=optimizer,
         data_loader=loader,
@@ -145,6 +145,8 @@ def without_noise(rank: int, method: Method, how: str | None, changes: dict[str,
     told, sizes = loader.on_piece, []
     loader.on_piece = lambda piece: (sizes.append(piece.samples), told(piece))
     train(model, optimizer, loader)
+    if "average_weights" in changes:
+        engine.adopt_average()
     return whole_weights(model), sizes
 
 
@@ -253,6 +255,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     [
         ("root", {"optimizer": adamw}),
         ("leaves", {}),
+        ("blocks", {"low_pass": 0.8, "average_weights": 0.6}),
         ("root", {"module": Tied, "batch_size": 3}),
         ("blocks", {"module": WithOwn}),
         ("blocks", {"module": Recomputed}),
@@ -262,6 +265,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     ids=[
         "root, AdamW",
         "leaves",
+        "smoothed",
         "tied, few records",
         "torch.func",
         "recomputed",
@@ -518,12 +522,15 @@ def test_resumed_is_as_if_never_stopped(name: str, tmp_path: Path) -> None:
                 noise_multiplier=0.0,
                 non_private=True,
                 criterion=nn.CrossEntropyLoss(),
+                low_pass=0.8,
+                average_weights=0.6,
             )
             if Path(folder).exists():
                 engine.load_checkpoint(folder, module=model, optimizer=optimizer)
             while loader.epoch < until:
                 train(model, optimizer, loader)
             engine.save_checkpoint(folder, module=model, optimizer=optimizer)
+            engine.adopt_average()
             engine.detach()
         return whole_weights(module)
 

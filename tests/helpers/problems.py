@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from dpspan.gradients.layers.standardised import StandardisedConv2d
+
 Factory = Callable[[], tuple[nn.Module, Tensor]]
 
 
@@ -167,6 +169,11 @@ class SlowLinear(nn.Linear):
         return nn.functional.linear(x, self.weight.square(), self.bias)
 
 
+def _flat_channel(layer: nn.Conv2d) -> nn.Conv2d:
+    nn.init.constant_(layer.weight[0], 0.3)  # nothing is left of it
+    return layer
+
+
 def _freeze(model: nn.Module, *names: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         if name in names:
@@ -206,6 +213,14 @@ PROBLEMS: dict[str, Factory] = {
     "conv2d 1x1": lambda: (nn.Conv2d(6, 5, 1), torch.randn(4, 6, 5, 5)),
     "conv2d same": lambda: (nn.Conv2d(4, 5, 4, padding="same"), torch.randn(4, 4, 6, 6)),
     "conv2d valid": lambda: (nn.Conv2d(4, 5, 3, padding="valid"), torch.randn(4, 4, 6, 6)),
+    "conv2d standardised": lambda: (
+        StandardisedConv2d(8, 6, 3, padding=1, stride=2),
+        torch.randn(5, 8, 7, 6),
+    ),
+    "conv2d standardised, groups, a channel of equal weights": lambda: (
+        _flat_channel(StandardisedConv2d(4, 6, 3, padding="same", groups=2, bias=False)),
+        torch.randn(4, 4, 5, 5),
+    ),
     "conv3d": lambda: (nn.Conv3d(2, 8, 2, stride=2, padding=1), torch.randn(3, 2, 4, 5, 4)),
     "conv3d deep": lambda: (nn.Conv3d(10, 12, 2), torch.randn(3, 10, 3, 3, 3)),
     **{

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import dpspan
 from dpspan.model.isolation import NotComparable, Stage, probe, tensors_of
+from dpspan.model.networks import WideResNet
 from helpers.needs import extra
 from helpers.problems import PROBLEMS, make
 
@@ -355,3 +356,26 @@ def test_probe_passes_ordinary_models_and_leaves_no_trace() -> None:
         assert all(p.grad is None for p in model.parameters())
     broken = torch.full((5, 4), float("nan"))
     assert run_probe(nn.Sequential(nn.Linear(4, 4)), broken) is None  # nothing can be said
+
+
+def test_standardised_weights_count_by_their_direction() -> None:
+    torch.manual_seed(0)
+    model = WideResNet(depth=10, widen=1, groups=4)
+    found, x = dpspan.standardised(model), torch.randn(3, 3, 8, 8)
+    assert type(model.conv) is nn.Conv2d  # a copy was changed
+    assert found.state_dict().keys() == model.state_dict().keys()
+    before = found(x)
+    assert not torch.allclose(before, model(x))
+    with torch.no_grad():
+        for layer in found.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.mul_(3.0).add_(0.7)
+    assert torch.allclose(found(x), before, atol=1e-4)
+    y = torch.tensor([0, 1, 2])
+    loss = nn.CrossEntropyLoss(reduction="none")
+    J = dpspan.per_sample_gradients(found, lambda m, x, y: loss(m(x), y), x, y)
+    for row in range(3):
+        found.zero_grad()
+        loss(found(x[row : row + 1]), y[row : row + 1]).backward()
+        plain = torch.cat([p.grad.flatten() for p in found.parameters()])
+        assert torch.allclose(J.matrix()[row], plain, rtol=1e-3, atol=1e-5 * float(plain.norm()))

@@ -55,8 +55,10 @@ def test_features_are_scaled_by_public_rows(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*tables.OURS, *tables.OPEN])
+@pytest.mark.parametrize("method", [*tables.OURS, tables.BOOSTED, *tables.OPEN])
 def test_every_row_of_the_table_runs(folder: Path, method: str) -> None:
+    if method == tables.BOOSTED:
+        pytest.importorskip("interpret")
     row = tables.work(tables.Run("adult", method, 3.0, 0, 0), TABLES, Place(data=folder), None)
     assert row["auc"] > 0.7
     if method in tables.OURS:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Never, TypeVar
 
+import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -25,6 +26,14 @@ class Section(BaseModel):
     """Base of all sections. Values are taken as they are written: '3' is not a number."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    if_used: ClassVar[tuple[str, ...]] = ()  # settings that older folders do not know
+
+    @pydantic.model_serializer(mode="wrap")
+    def _as_before(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        usual = {k: fields[k].get_default(call_default_factory=True) for k in self.if_used}
+        used = any(getattr(self, key) != value for key, value in usual.items())
+        return {k: v for k, v in dump(self).items() if used or k not in self.if_used}
 
     @model_validator(mode="before")
     @classmethod

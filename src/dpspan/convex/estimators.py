@@ -19,6 +19,7 @@ from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
+from dpspan.convex.cuts import Cuts, cut_points
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
@@ -60,6 +61,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     clip: float | ClipSchedule = 1.0
     scaling: str | Scaling | None = None
     row_norm: float | None = None
+    cuts: Cuts = None
     start: str = "zero"
     records: int | None = None
     fit_intercept: bool = True
@@ -105,7 +107,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
         seen = None if public is None else public.x
         preparation = Preparation() if scaling is None else scaling.prepare(seen)
-        preparation = replace(preparation, row_norm=self.row_norm)
+        points = cut_points(self.cuts, x.shape[1], seen)
+        preparation = replace(preparation, row_norm=self.row_norm, cuts=points)
         rows = Rows(preparation.apply(x), intercept=bool(self.fit_intercept), units=units)
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
         known = None if public is None else _known(public, preparation, records)
@@ -126,7 +129,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         ledger.reserve(GaussianDpEvent(z), method.steps)
         self._declare(ledger, divisor, task, public)
         weights = method.minimise(fit).reshape(-1, rows.width)
-        coef, constant = np.split(weights, [x.shape[1]], axis=1)  # one column, or none
+        coef, constant = np.split(weights, [rows.x.shape[1]], axis=1)  # one column, or none
         epsilon, document = ledger.epsilon(self.delta), self._certificate(fit, method, scaling)
         self.preparation_, self.epsilon_, self.certificate_ = preparation, epsilon, document
         for name, value in task.fitted(coef, constant.sum(1)).items():
@@ -198,6 +201,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _declare(self, ledger: Ledger, divisor: int, task: Task, public: PublicRows | None) -> None:
         """What the ledger has to know, from which other certificates may be made too."""
+        if isinstance(self.cuts, Mapping):
+            ledger.warn("cut points were given: they are taken to be public, or paid for here")
         if self.random_state is not None:
             ledger.invalidate("noise was drawn from a fixed random_state")
         if self.records is None:
@@ -222,6 +227,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             "clip": configuration(fit.clip),
             "scaling": {"name": "NoScaling"} if scaling is None else configuration(scaling),
             "row_norm": configuration(self.row_norm),
+            **({} if self.cuts is None else {"cuts": configuration(self.cuts)}),
             "intercept": bool(self.fit_intercept),
             "start": self.start,
             "divisor": fit.records.divisor,
@@ -312,10 +318,12 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
 
     `fit` spends `epsilon` at `delta` on the records it is given; `epsilon_` and `certificate_` say
     what was spent and how. `clip`, `scaling` and `row_norm` are public numbers, chosen without a
-    look at the records. `records`, what sums are divided by, is by default the number of rows,
-    which is then public, and so are the `classes`, by default those in `y`. A `random_state` fixes
-    the noise: for tests only, and the certificate says that the fit is not private. The
-    `accountant` is the ledger's if one is given to `fit`, else "pld" unless stated.
+    look at the records. `cuts=8` adds to each feature whether it exceeds eight quantiles of the
+    public rows, so that its effect may bend; {column: points} has other cut points. `records`, what
+    sums are divided by, is by default the number of rows, which is then public, and so are the
+    `classes`, by default those in `y`. A `random_state` fixes the noise: for tests only, and the
+    certificate says that the fit is not private. The `accountant` is the ledger's if one is given
+    to `fit`, else "pld" unless stated.
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.

@@ -1,32 +1,38 @@
 """Features on a common scale, by public numbers only: bounds that you know, or public rows.
-
 Whatever is fitted here sees no private record, and is then applied to each record by itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import sparse
 from sklearn.preprocessing import StandardScaler
 
+from dpspan.convex.cuts import CutPoints
 from dpspan.convex.rows import Array, Features, norm_bounds
 from dpspan.support.checks import check_number, expect, shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """x ↦ (x − shift)/scale, cut to ±limit, then shortened to norm `row_norm`; row by row."""
+    """x ↦ (x − shift)/scale, cut to ±limit, beside x > cuts; shortened to `row_norm`; by row."""
 
     shift: Array | float = 0.0
     scale: Array | float = 1.0
     limit: float = np.inf
     row_norm: float | None = None
+    cuts: CutPoints = field(default_factory=CutPoints)
 
     def apply(self, x: Features) -> Features:
         """The records prepared, in the form they came in."""
         with np.errstate(all="ignore"):  # warnings would be about private records
+            above = self.cuts.exceeded(x)
             x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
+            if above.size and sparse.issparse(x):
+                x = sparse.hstack((x, above), format="csr")
+            elif above.size:
+                x = np.hstack((x, above))
             if self.row_norm is not None:
                 factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
                 by_row = factors[:, None]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -73,6 +74,8 @@ class PrivacyEngine:
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
         views: int = 1,
+        low_pass: float | None = None,
+        average_weights: float | None = None,
         unit: Ids | Units | None = None,
         records_per_unit: int = RECORDS_PER_UNIT,
         warm_start: WarmStart | None = None,
@@ -103,6 +106,10 @@ class PrivacyEngine:
             views: the model sees this many rows for each record, one after the other (augmented
                 copies: `x.flatten(0, 1)` of x with shape (n, views, …), labels repeated to match).
                 Their mean gradient is clipped, so a record still counts once.
+            low_pass: β, for example 0.9: the optimizer gets an average over time of what steps
+                release, in which each step before counts β times as much. It costs nothing.
+            average_weights: α, for example 0.999: an average of the weights over the last steps,
+                about 1/(1 − α) of them, is kept beside them; see `averaged`. It costs nothing.
             unit: whose records they are, if a person may have several: one id a record (as many as
                 the dataset has records), or a function of a record. Then units are drawn, the mean
                 gradient of a unit's records is clipped, and the guarantee is for all of them
@@ -136,6 +143,8 @@ class PrivacyEngine:
                 units=units,
                 accountant=self.ledger.accountant,
                 secure_mode=self._secure,
+                low_pass=low_pass,
+                average_weights=average_weights,
             )
         given = Given(
             module=module,
@@ -169,6 +178,8 @@ class PrivacyEngine:
         expected_batch_size: float | None = None,
         max_physical_batch_size: int | None = None,
         views: int = 1,
+        low_pass: float | None = None,
+        average_weights: float | None = None,
         unit: Ids | Units | None = None,
         records_per_unit: int = RECORDS_PER_UNIT,
         warm_start: WarmStart | None = None,
@@ -207,6 +218,8 @@ class PrivacyEngine:
             expected_batch_size=expected_batch_size,
             max_physical_batch_size=max_physical_batch_size,
             views=views,
+            low_pass=low_pass,
+            average_weights=average_weights,
             unit=unit,
             records_per_unit=records_per_unit,
             warm_start=warm_start,
@@ -237,6 +250,14 @@ class PrivacyEngine:
     def noise_multiplier(self) -> float:
         """z of the run."""
         return self._running().plan.noise_multiplier
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model with its averaged weights meanwhile: to evaluate, certify or save it so."""
+        return self._running().averaged()
+
+    def adopt_average(self) -> None:
+        """Give the model its averaged weights for good: training is over."""
+        self._running().adopt_average()
 
     def certificate(self, delta: float | None = None) -> dict[str, Any]:
         """What was spent and how, as a JSON document.
@@ -277,31 +298,38 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """The ledger, where the sampler stands and the method's state; never a noise generator."""
         run = self._running()
+        run.refuse_averaged()
         run.guard.review()
+        smoothed = run.smoother.state_dict()
         return {
             "format": "dpspan.engine.1",
             "run": run.plan.describe(),
             "ledger": self.ledger.state_dict(),
             "loader": run.loader.state_dict(),
             "mechanism": run.mechanism.state_dict(),
+            **({"post_processing": smoothed} if smoothed else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`; the engine must have been set up in the same way."""
         run = self._running()
+        run.refuse_averaged()
         expected = {"format", "run", "ledger", "loader", "mechanism"}
-        if not isinstance(state, dict) or set(state) != expected:
+        if not isinstance(state, dict) or set(state) - {"post_processing"} != expected:
             raise ValueError(f"Expected an engine state with the keys {sorted(expected)}.")
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
         run.plan.check_described(state["run"])
         loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
+        smoothed = run.smoother.state_dict()
         try:  # all or nothing
+            run.smoother.load_state_dict(state.get("post_processing", {}))
             run.mechanism.load_state_dict(state["mechanism"])
             run.loader.load_state_dict(state["loader"])
             self.ledger.load_state_dict(state["ledger"])
             run.go_on()
         except Exception:
+            run.smoother.load_state_dict(smoothed)
             run.mechanism.load_state_dict(mechanism)
             run.loader.load_state_dict(loader)
             raise

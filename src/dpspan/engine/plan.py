@@ -1,6 +1,7 @@
 """The plan of a private run: all that decides what it costs, before a private record is read."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
-from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.checks import check_count, check_number, check_positive, expect
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.secure import SECURE
@@ -51,6 +52,7 @@ class Plan:
     secure_mode: bool = False  # whether noise and batches come from a cryptographic generator
     epochs: int | None = None  # how many were asked for, and what they may cost
     budget: Budget | None = None
+    post_processing: Mapping[str, float] = field(default_factory=dict)  # of what is released
     public: tuple[str, ...] = field(default=(), compare=False)  # what is used, in words
 
     @property
@@ -102,6 +104,7 @@ class Plan:
             "views": self.views,
             "model": self.model,
             "trainable_parameters": self.trainable_parameters,
+            **({"post_processing": self.post_processing} if self.post_processing else {}),
         }
 
     def check_described(self, described: dict[str, Any]) -> None:
@@ -120,22 +123,21 @@ class Plan:
 
     def __str__(self) -> str:
         how = {k: v for k, v in self.method.describe().items() if k != "method" and v is not None}
+        how |= self.post_processing
         settings = ", ".join(f"{name}={value}" for name, value in how.items())
-        per_epoch = self.sampling.events_per_epoch
+        per_epoch, most = self.sampling.events_per_epoch, self.records_per_unit
         steps = f"{per_epoch} to an epoch" + (f", {self.epochs} epochs" if self.epochs else "")
         lines = {
             "model": f"{self.model}, {self.trainable_parameters:,} trainable parameters",
             "method": f"{type(self.method).__name__}({settings})",
             "sampling": f"{self.sampling!r}, divided by L = {self.expected_batch_size:g}",
             "event": f"{self.event}; {steps}",
-            "unit": f"{_UNIT}, of which a step uses at most {self.records_per_unit}",
+            "unit": "" if most is None else f"{_UNIT}, of which a step uses at most {most}",
             "noise": f"z = {self.noise_multiplier:g}" + f", {SECURE}" * self.secure_mode,
             "expected ε": self._expected(),
             "public": "; ".join(self.public) or "nothing",
         }
-        if self.records_per_unit is None:
-            del lines["unit"]
-        return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
+        return "\n".join(f"{name:<11} {value}" for name, value in lines.items() if value)
 
     def _expected(self) -> str:
         if self.noise_multiplier == 0:
@@ -196,6 +198,8 @@ def plan_run(
     accountant: str,
     units: Units | None = None,
     secure_mode: bool = False,
+    low_pass: float | None = None,
+    average_weights: float | None = None,
 ) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
     if noise_multiplier == 0 and (secure_mode or not non_private):
@@ -209,6 +213,10 @@ def plan_run(
         expected_batch_size = data_loader.batch_size or 0
         if sample_rate is None:  # both from the data, and the certificate says so
             expected_batch_size = min(expected_batch_size, sampling.records)
+    smoothing = {"low_pass": low_pass, "average_weights": average_weights}
+    smoothed = {name: share for name, share in smoothing.items() if share is not None}
+    for name, share in smoothed.items():
+        expect(0 < check_number(name, share) < 1, f"{name} between 0 and 1, or None", share)
     return Plan(
         method=method,
         sampling=sampling,
@@ -222,4 +230,5 @@ def plan_run(
         tells_records=sample_rate is None,
         records_per_unit=None if units is None else units.most,
         secure_mode=secure_mode,
+        post_processing=smoothed,
     )

@@ -5,8 +5,8 @@ the last piece the step is entered in the ledger, noise is drawn once, and the n
 param.grad for any torch optimizer.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import Ledger
 from dpspan.engine.plan import Plan
 from dpspan.engine.sampling import Piece, PrivateLoader
+from dpspan.engine.smoothing import Smoother
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.numerics import plain_arithmetic
@@ -66,11 +67,12 @@ class PrivateRun:
         self._piece: Piece | None = None
         self._total: Sums = {}
         self._steps = 0  # of this process
+        self.smoother, self._moved = Smoother(plan.post_processing, self._module), False
         self._charged_passes: set[int] = set()
         self._last_digest: str | None = None  # of the weights as the run left them
         self._step_hooks = [
             optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(lambda *_: self.guard.stepped()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
         ]
         loader.on_piece = self.on_piece
         loader.on_batch = self.guard.hand_over
@@ -78,6 +80,7 @@ class PrivateRun:
     def on_piece(self, piece: Piece) -> None:
         """A piece of a batch is about to be handed to the training loop."""
         self.processes.refuse_late_group()
+        self.refuse_averaged()
         new_epoch = piece.first and self.loader.position == 0
         with self.processes.together(self.loader.place(piece.last, self._steps)):
             self._let_go(new_epoch)
@@ -166,6 +169,7 @@ class PrivateRun:
         gradient = self.mechanism.gradient(released)  # post-processing
         torch._foreach_div_(list(gradient.values()), self.plan.expected_batch_size)
         self._hand_over(gradient)
+        self._moved = True
         self._steps += 1
 
     def _clipped_sum(self, piece: Piece, gradients: PerSampleGradients) -> Sums:
@@ -233,10 +237,46 @@ class PrivateRun:
         shards.reshard()
         if shards:
             gradient = {name: shards.tensor(name, x) for name, x in gradient.items()}
+        if gradient:
+            gradient = self.smoother.filtered(gradient)
         for name, parameter in self._module.named_parameters():
             # Whatever else has a gradient, a weight frozen after backward() say, has none of ours.
             value = gradient.get(name)
             parameter.grad = None if value is None else value.to(parameter.dtype)
+
+    def _stepped(self) -> None:
+        if self._moved:  # not by a piece of a batch
+            self.smoother.stepped()
+            self._moved = False
+        self.guard.stepped()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has its averaged weights meanwhile."""
+        self._before_average()
+        with self.smoother.averaged():
+            self.guard.stepped()
+            yield
+        self.guard.stepped()
+
+    def adopt_average(self) -> None:
+        """The model has its averaged weights for good."""
+        self._before_average()
+        self.smoother.show()
+        self.guard.stepped()
+
+    def _before_average(self) -> None:
+        self.refuse_averaged()
+        averaging = "average_weights" in self.plan.post_processing
+        if not averaging or self._piece is not None or self._last_digest is not None:
+            raise RuntimeError("Give average_weights=, and ask between steps, before detach().")
+        self._capture.shards.reshard()
+        self.guard.review()
+
+    def refuse_averaged(self) -> None:
+        """RuntimeError while the model does not have the weights that are trained."""
+        if self.smoother.shown:
+            raise RuntimeError("Leave engine.averaged() first; adopt_average() ends training.")
 
     def go_on(self) -> None:
         """A saved state was loaded: weights may be others, and processes are compared again."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
+from dpspan.gradients.layers.standardised import StandardisedConv2d
 from dpspan.support.errors import UnsupportedModule
 
 _logger = logging.getLogger(__name__)
@@ -108,6 +109,22 @@ def fix(model: nn.Module) -> nn.Module:
             return new
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new)
+    return model
+
+
+def standardised(model: nn.Module) -> nn.Module:
+    """A copy of the model whose nn.Conv2d use their weights' directions.
+
+    Examples:
+        >>> import dpspan
+        >>> from torch import nn
+        >>> dpspan.standardised(nn.Conv2d(3, 8, 3))
+        StandardisedConv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+    """
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if type(module) is nn.Conv2d:
+            module.__class__ = StandardisedConv2d  # of the same attributes
     return model
 
 

@@ -56,7 +56,7 @@ class PatchFeatures(nn.Module):
     def __init__(
         self,
         public: PublicData | None,
-        responses: PatchResponses,
+        responses: nn.Module,
         mean: Tensor,
         basis: Tensor,
         settings: Mapping[str, Any],
@@ -159,7 +159,7 @@ class PatchFeatures(nn.Module):
                 "Expected images that nothing trainable has changed: PatchFeatures passes no "
                 "gradient on. Put it first, or freeze what comes before it."
             )
-        features = self.responses(images).pow_(self.settings["power"])
+        features = self.responses(images).pow_(self.settings.get("power", 1.0))
         return normalize((features - self.mean) @ self.basis)
 
     def save(self, path: str | Path) -> None:
@@ -191,12 +191,17 @@ class PatchFeatures(nn.Module):
                 f"samples called '{learnt_from['name']}', got others (with or without labels "
                 "counts, too)."
             )
+        responses = cls._network(settings, tensors)
+        return cls(data, responses, tensors["mean"], tensors["basis"], settings)
+
+    @classmethod
+    def _network(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
+        """What comes before the directions, from its tensors in a file."""
         banks = [
             _Bank(*(tensors[f"responses.banks.{index}.{name}"] for name in ("filters", "offset")))
             for index in range(len(settings["size"]))
         ]
-        responses = PatchResponses(banks, tensors["responses.flat"], settings)
-        return cls(data, responses, tensors["mean"], tensors["basis"], settings)
+        return PatchResponses(banks, tensors["responses.flat"], settings)
 
     def extra_repr(self) -> str:
         return f"power={self.settings['power']}, {self.basis.shape[1]} directions"

@@ -4,16 +4,16 @@ Everything in it is public: it is copied into the run's folder and quoted by the
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.app.config.sections import (
+    AnyFeatures,
     AnyMethod,
     AnyModel,
     AnyTrainable,
-    PatchesSection,
     TrainingSection,
     WarmStartSection,
 )
@@ -44,6 +44,7 @@ class DataSection(Section):
     `preprocessing` says what becomes of each column of a table: of all of private, public and test.
     """
 
+    if_used: ClassVar = ("unit", "records_per_unit", "preprocessing")
     classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)]
     private: AnySource
     public: dict[str, AnySource] = Field(default_factory=dict)
@@ -53,13 +54,6 @@ class DataSection(Section):
     unit: str | None = None
     records_per_unit: Count = RECORDS_PER_UNIT
     preprocessing: dict[str, AnyColumn] = Field(default_factory=dict)
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without settings that older folders do not know, if they are not used."""
-        hidden = {"unit", "records_per_unit"} if self.unit is None else set()
-        hidden |= set() if self.preprocessing else {"preprocessing"}
-        return {key: value for key, value in dump(self).items() if key not in hidden}
 
     @model_validator(mode="after")
     def _private_data_are_private_only(self) -> Self:
@@ -110,16 +104,12 @@ class BudgetSection(Section):
     With `secure_mode` noise and batches come from a cryptographic generator.
     """
 
+    if_used: ClassVar = ("secure_mode",)
     epsilon: Positive | None = None
     noise_multiplier: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=LARGEST_DELTA)]
     accountant: Literal["pld", "rdp"] = "pld"
     secure_mode: bool = False
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a setting that older folders do not know, if it is not used."""
-        return {key: value for key, value in dump(self).items() if key != "secure_mode" or value}
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -155,7 +145,7 @@ class Config(Section):
     """A run."""
 
     data: DataSection
-    features: PatchesSection | None = None
+    features: AnyFeatures | None = None
     model: AnyModel
     method: AnyMethod
     budget: BudgetSection

@@ -42,9 +42,11 @@ _RULES = {
 
 
 class ModelSection(Section):
-    """What all models have; `fix` replaces layers that mix samples, BatchNorm for example."""
+    """What all have; `fix` replaces layers that mix samples, `standardised` all convolutions."""
 
+    if_used: ClassVar = ("standardised",)
     fix: bool = False
+    standardised: bool = False
 
 
 class NetworkSection(ModelSection):
@@ -117,6 +119,22 @@ class PatchesSection(Section):
         """What the layer is learnt with."""
         keys = set(PatchesSection.model_fields) - {"name", "public"}
         return self.model_dump(mode="json", include=keys)
+
+
+class PretrainedSection(Section):
+    """`PretrainedFeatures`: the network of that name or folder, scaled by the public data."""
+
+    name: Literal["pretrained"] = "pretrained"
+    public: str
+    model: str
+    side: Count | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"model": self.model, "side": self.side}
+
+
+AnyFeatures = Annotated[PatchesSection | PretrainedSection, Field(discriminator="name")]
 
 
 class AdaptiveClippingSection(BuiltSection):
@@ -369,14 +387,28 @@ AnySchedule = Annotated[
 ]
 
 
+class RandomAffineSection(BuiltSection):
+    """Random rotation, shift, scale, shear and mirroring of images."""
+
+    name: Literal["affine"] = "affine"
+    degrees: NotNegative = 12.0
+    shift: NotNegative = 0.1
+    scale: BelowOne = 0.1
+    shear: NotNegative = 0.1
+    mirror: bool = False
+
+
 class TrainingSection(Section):
     """How long, in which batches and by which optimizer.
 
     `batch_size` is the expected one: batches are Poisson samples. `physical_batch_size` is the
     most samples to process at once. With `cuda_graphs` a GPU waits for no launches, and every batch
     is filled up to one size. `seed` is of the model's first weights, never of the noise.
+    `augment` changes images at random; of `views` such copies the mean gradient counts. `low_pass`
+    filters what steps release, and `average_weights` is of the model that is kept.
     """
 
+    if_used: ClassVar = ("augment", "views", "low_pass", "average_weights")
     epochs: Count
     batch_size: Count
     optimizer: Annotated[SgdSection | AdamSection, Field(discriminator="name")]
@@ -385,6 +417,10 @@ class TrainingSection(Section):
     cuda_graphs: bool = False
     device: str = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    augment: RandomAffineSection | None = None
+    views: Count = 1
+    low_pass: Share | None = None
+    average_weights: Share | None = None
 
 
 class LastLayersSection(BuiltSection):
@@ -428,17 +464,6 @@ AnyTrainable = Annotated[
     LastLayersSection | FirstAndLastSection | NamedSection | BiasOnlySection | LoRASection,
     Field(discriminator="name"),
 ]
-
-
-class RandomAffineSection(BuiltSection):
-    """Random rotation, shift, scale, shear and mirroring of images."""
-
-    name: Literal["affine"] = "affine"
-    degrees: NotNegative = 12.0
-    shift: NotNegative = 0.1
-    scale: BelowOne = 0.1
-    shear: NotNegative = 0.1
-    mirror: bool = False
 
 
 class WarmStartSection(BuiltSection):

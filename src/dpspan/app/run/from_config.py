@@ -39,9 +39,10 @@ from dpspan.choose import Choice, ProbeNetwork, choose_public
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.model.networks import MLP, PaperCNN, ResNet20, WideResNet
 from dpspan.model.trainable import train_only
-from dpspan.model.validation import fix
+from dpspan.model.validation import fix, standardised
 from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
+from dpspan.public.pretrained import PretrainedFeatures
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
@@ -242,15 +243,16 @@ def _units(config: Config, records: int) -> Units:
 
 def _layer(
     config: Config, public: Mapping[str, PublicData], device: torch.device, kept: Path | None
-) -> PatchFeatures | None:
+) -> Any:
     """The frozen layer, if any: kept, or learnt now. Elsewhere its last digits would be others."""
     section, seed = config.features, config.training.seed
     if section is None:
         return None
     data = public[section.public]
+    kind: Any = PatchFeatures if section.name == "patches" else PretrainedFeatures
     if kept is None:
-        return PatchFeatures.learn(data, **section.settings, seed=seed, device=device)
-    layer = PatchFeatures.load(kept, data)
+        return kind.learn(data, **section.settings, seed=seed, device=device)
+    layer = kind.load(kept, data)
     if layer.settings != {**section.settings, "seed": seed}:
         before = "other settings than the section `features`, or another seed"
         raise ValueError(f"{kept} was learnt with {before}. {_GO_BACK}")
@@ -296,7 +298,8 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
         model = PaperCNN(classes=data.classes, channels=channels, size=height)
     if isinstance(section, CheckpointSection):
         load_weights(model, section.weights)
-    return fix(model) if section.fix else model
+    model = fix(model) if section.fix else model
+    return standardised(model) if section.standardised else model
 
 
 def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
@@ -444,6 +447,10 @@ def contender_of(
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
         warm_start=start,
+        low_pass=training.low_pass,
+        average_weights=training.average_weights,
+        augment=None if training.augment is None else training.augment.built(),
+        views=training.views,
         paid=None if config.choose is None else paid,
     )
 

@@ -277,7 +277,8 @@ class Run:
             "delta": task.budget.delta,
         }
         if task.test is not None:
-            accuracy, loss = accuracy_and_loss(task, training.model)
+            with training.averaged():
+                accuracy, loss = accuracy_and_loss(task, training.model)
             line |= {task.metric("loss"): loss, task.metric("accuracy"): accuracy}
         if self._output.unprivate_metrics:
             loss, hits, samples = self._sums

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -177,6 +178,8 @@ class Contender:
         paid: `ledger.state_dict()` of what was released to set this contender up (a private choice
             of public data); each run's ε includes it. Contenders that share one such release get
             the same record.
+        low_pass, average_weights: as for `make_private`; averaged ones are measured and kept.
+        augment, views: so many copies of each input, changed at random (`RandomAffine()`).
     """
 
     name: str
@@ -188,11 +191,16 @@ class Contender:
     warm_start: WarmStart | None = None
     model: Callable[[], nn.Module] | None = None
     paid: Mapping[str, Any] | None = None
+    low_pass: float | None = None
+    average_weights: float | None = None
+    augment: Callable[[Tensor], Tensor] | None = None
+    views: int = 1
 
     def __post_init__(self) -> None:
         expect(isinstance(self.name, str) and bool(self.name), "name to be a text", self.name)
         momentum = check_number("momentum", self.momentum)
         expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
+        expect(self.views == 1 or self.augment is not None, "augment= beside views=", self.views)
         if self.method is None:
             expect(self.warm_start is not None, f"a method or a warm_start for '{self.name}'", None)
             return
@@ -236,6 +244,9 @@ class Contender:
             **self._describe_model(),
             "warm_start": warm,
             "paid": None if paid is None else {key: paid[key] for key in ("saved_by", "events")},
+            **({"low_pass": self.low_pass} if self.low_pass else {}),  # if it is used
+            **({"average_weights": self.average_weights} if self.average_weights else {}),
+            **({"augment": repr(self.augment), "views": self.views} if self.augment else {}),
         }
 
     def _describe_model(self) -> dict[str, Any]:
@@ -353,6 +364,9 @@ class Training:
             sample_rate=sample_rate,
             expected_batch_size=float(task.batch_size),
             max_physical_batch_size=task.physical_batch_size,
+            views=contender.views,
+            low_pass=contender.low_pass,
+            average_weights=contender.average_weights,
             unit=task.units,
             cuda_graphs=task.cuda_graphs,
         )
@@ -403,6 +417,13 @@ class Training:
                 self.status = "finished" if float(_largest(self.model)) < _HUGE else "diverged"
             yield True
         self.status = self.status or "finished"
+        if self.contender.average_weights is not None and self.status != "diverged":
+            self.engine.adopt_average()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is measured: with averaged weights, if any are."""
+        plain = self.contender.average_weights is None or not self.steps
+        return nullcontext() if plain else self.engine.averaged()
 
     def take_all_steps(self, *, forgiving: bool = False) -> bool:
         """Train; whether weights stayed in range. `forgiving`: errors after a step count as not."""
@@ -422,6 +443,11 @@ class Training:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
         inputs, labels = move((inputs, labels), torch.device(task.device))
+        if self.contender.augment is not None:  # by random numbers that the loader made anew
+            inputs, labels = (
+                x.repeat_interleave(self.contender.views, 0) for x in (inputs, labels)
+            )
+            inputs = self.contender.augment(inputs)
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         loss = task.criterion(outputs, labels)

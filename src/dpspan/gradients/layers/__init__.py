@@ -10,11 +10,13 @@ from dpspan.gradients.layers.embedding import embedding_terms
 from dpspan.gradients.layers.linear import linear_terms
 from dpspan.gradients.layers.norm import channel_norm_terms, trailing_norm_terms
 from dpspan.gradients.layers.recurrent import method_of
+from dpspan.gradients.layers.standardised import StandardisedConv2d, standardised_terms
 from dpspan.gradients.layers.terms import Term
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Iterator[tuple[str, Term]]]
 
 _RULES: dict[tuple[type[nn.Module], ...], Rule] = {
+    (StandardisedConv2d,): standardised_terms,  # before those of its base
     (nn.Linear,): linear_terms,
     (nn.Conv1d, nn.Conv2d, nn.Conv3d): conv_terms,
     (nn.Embedding,): embedding_terms,
