@@ -110,16 +110,21 @@ class OutputSection(Section):
     tensorboard: bool = False
 
 
-class Config(Section):
-    """A run."""
+class Subject(Section):
+    """What is learnt, from which data: all that it takes to use the result."""
 
     data: DataSection
     features: PatchesSection | None = None
     model: AnyModel
+    trainable: AnyTrainable | None = None
+
+
+class Config(Subject):
+    """A run."""
+
     method: AnyMethod
     budget: BudgetSection
     training: TrainingSection
-    trainable: AnyTrainable | None = None
     warm_start: WarmStartSection | None = None
     choose: ChooseSection | None = None
     output: OutputSection

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
-from dpspan.app.config import Config, parse_config
+from dpspan.app.config import Config, Subject, parse_config
 from dpspan.app.config.sections import (
     AnyModel,
     CheckpointSection,
@@ -241,7 +241,14 @@ def _layer(
     return layer.to(device)
 
 
-def new_model(config: Config, like: Loaded) -> nn.Module:
+class Like(NamedTuple):
+    """Samples that are not here, as far as a model has to know them."""
+
+    shape: tuple[int, ...]
+    classes: int
+
+
+def new_model(config: Subject, like: Loaded | Like) -> nn.Module:
     """The model for samples like these with new weights, from torch's generator."""
     model = draw_model(config.model, like)
     if config.trainable is not None:
@@ -251,7 +258,7 @@ def new_model(config: Config, like: Loaded) -> nn.Module:
     return model
 
 
-def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
+def draw_model(section: AnyModel, data: Loaded | Like) -> nn.Module:
     """The network for samples like these, with random weights from torch's generator."""
     if isinstance(section, OwnSection):
         model: nn.Module = _imported(section.factory)(**section.arguments)
@@ -283,7 +290,7 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
     return fix(model) if section.fix else model
 
 
-def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
+def _image_shape(name: str, data: Loaded | Like, channels: int | None = None) -> tuple[int, ...]:
     if len(data.shape) != 3 or channels not in (None, data.shape[0]):
         kind = "images" if channels is None else f"images of {channels} channels"
         raise ValueError(
@@ -390,6 +397,7 @@ def task_of(
         physical_batch_size=config.training.physical_batch_size,
         cuda_graphs=config.training.cuda_graphs,
         device=device_of(config),
+        sample_shape=like.shape,
         about=config.model_dump(mode="json", include=shared),
     )
 

@@ -256,6 +256,7 @@ class Run:
             seed=self.seed,
             status=status,
             diverged=_DIVERGED if status == "diverged" else None,
+            sample_shape=self.task.sample_shape,
         )
 
     def _measured(self) -> dict[str, Any]:

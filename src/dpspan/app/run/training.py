@@ -83,6 +83,7 @@ class Task:
         physical_batch_size: most samples to process at once.
         cuda_graphs: as for `make_private`.
         device: where models are trained.
+        sample_shape: of one sample, which is public; kept with runs for whoever loads a model.
         about: public facts about data and model, as plain values: they are kept with every run,
             and a folder takes no runs of which they differ.
     """
@@ -104,6 +105,7 @@ class Task:
     physical_batch_size: int | None = None
     cuda_graphs: bool = False
     device: str | torch.device = "cpu"
+    sample_shape: tuple[int, ...] | None = None
     about: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
