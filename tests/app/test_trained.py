@@ -199,7 +199,7 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
 
 def test_safetensors_carry_the_price(patients: Path) -> None:
     said = command("export", patients, "--to", "safetensors").stderr
-    assert "Wrote model.safetensors, MODEL_CARD.md, certificate.json to" in said
+    assert "Wrote model.safetensors, MODEL_CARD.md, model.certificate.json to" in said
     run, out = dpspan.load_run(patients), patients / "export"
     with safetensors.safe_open(out / "model.safetensors", framework="pt") as file:
         facts = file.metadata()
@@ -210,7 +210,11 @@ def test_safetensors_carry_the_price(patients: Path) -> None:
     assert json.loads(facts["classes"]) == ["even", "odd"]
     for name, value in run.model.state_dict().items():
         torch.testing.assert_close(kept[name], value)
-    assert (out / "certificate.json").read_text() == (patients / "certificate.json").read_text()
+    certified = (patients / "certificate.json").read_text()
+    assert (out / "model.certificate.json").read_text() == certified
+    assert dpspan.verify(out / "model.certificate.json").holds
+    page = Path(json.loads(command("report", patients, "--json").stdout)["report"]).read_text()
+    assert "with all else on record here" not in page  # an export is no release of its own
 
 
 def test_the_model_card(folder: Path) -> None:
@@ -245,7 +249,7 @@ def test_onnx_gives_the_same_probabilities(patients: Path) -> None:
     command("export", patients, "--to", "onnx", "--out", "onnx-out")
     path = Path("onnx-out/model.onnx")
     assert [file.name for file in sorted(path.parent.iterdir())] == [
-        "MODEL_CARD.md", "certificate.json", "model.onnx",
+        "MODEL_CARD.md", "model.certificate.json", "model.onnx",
     ]  # fmt: skip
     model = onnx.load(path)
     run = dpspan.load_run(patients)

@@ -31,7 +31,9 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     expect(to in _WRITERS, f"a format out of {', '.join(_WRITERS)}", to)
     folder = run.folder / "export" if out is None else Path(out)
     expect(folder.resolve() != run.folder.resolve(), "another folder than the run's", str(folder))
-    model, card, price = (folder / name for name in (f"model.{to}", "MODEL_CARD.md", _CERTIFICATE))
+    # Not certificate.json: a report would take it for a run of its own, and count it twice.
+    names = (f"model.{to}", "MODEL_CARD.md", "model.certificate.json")
+    model, card, price = (folder / name for name in names)
     stated = {
         key: str(run.certificate[key]) for key in ("private", "epsilon", "delta", "adjacency")
     }
@@ -40,7 +42,7 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
         _WRITERS[to](run, temporary, facts)
     with replacing(card, what="the model card") as temporary:
         temporary.write_text(_card(run, to), encoding="utf-8")
-    shutil.copy(run.folder / _CERTIFICATE, price)
+    shutil.copy(run.folder / "certificate.json", price)
     return model, card, price
 
 
@@ -69,7 +71,6 @@ def _onnx(run: TrainedRun, path: Path, facts: Facts) -> None:
     program.save(path, external_data=False)
 
 
-_CERTIFICATE = "certificate.json"
 _WRITERS: Mapping[str, Callable[[TrainedRun, Path, Facts], None]] = {
     "safetensors": _safetensors,
     "onnx": _onnx,

@@ -13,6 +13,7 @@ from dpspan.app.config.sections import (
     AnyMethod,
     AnyModel,
     AnyTrainable,
+    ConvexSection,
     PatchesSection,
     TrainingSection,
     WarmStartSection,
@@ -141,6 +142,10 @@ class Config(Subject):
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
         method, name = self.method, getattr(self.method, "public", None)
+        simple = self.model.name == "logistic" and not (self.warm_start or self.trainable)
+        if isinstance(method, ConvexSection) and not simple:
+            cure = "set `model: {name: logistic}`, and leave warm_start and trainable out"
+            refuse("method", f"The method {method.name} is for logistic regression: {cure}.")
         if not method.needs_public and self.choose is not None:
             refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
         if not method.needs_public and name is not None:

@@ -30,6 +30,7 @@ from dpspan.app.config.sections import (
 )
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
 from dpspan.app.section import read_text
@@ -211,7 +212,8 @@ def _units(config: Config, records: int) -> Units:
     private, tests = set(map(str, ids)), {} if data.test is None else {"data.test": data.test}
     others = {f"data.public.{name}": source for name, source in data.public.items()} | tests
     for where, source in others.items():
-        known = private.intersection(map(str, source.ids(unit) or ()))
+        theirs = source.ids(unit)
+        known = private.intersection(() if theirs is None else map(str, theirs))
         found = f"{len(known)} units of {where} also occur in the private data, by {unit}"
         if known and (where not in tests or data.test_is_public):
             raise ValueError(
@@ -428,10 +430,12 @@ def contender_of(
     start = None
     if (section := config.warm_start) is not None:
         start = section.build(public[section.public], config.trainable, seed=training.seed)
+    method = config.method.build(None if named is None else public[named], steps=steps)
+    convex = method.method if isinstance(method, FullBatch) else None
     return Contender(
         name=name,
-        method=config.method.build(None if named is None else public[named], steps=steps),
-        learning_rate=training.optimizer.learning_rate,
+        method=method,
+        learning_rate=(convex or training.optimizer).learning_rate,
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
         warm_start=start,
