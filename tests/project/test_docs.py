@@ -38,7 +38,7 @@ REFERENCE = {
 # What functions take and give back, shown where they are called, and what they raise; a base class.
 SHOWN_ELSEWHERE = {
     "CanaryAudit", "Choice", "Contender", "LowRank", "MembershipResult", "PrivateMetric",
-    "StepAudit", "SubspaceMethod", "Task",
+    "StepAudit", "SubspaceMethod", "Task", "TrainedRun", "export",
 }  # fmt: skip
 
 

@@ -317,7 +317,11 @@ class _Search:
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         folder.write_text(folder.config, str(text))
         folder.write_facts(
-            settings=config.fixed(), seed=config.training.seed, status="finished", diverged=None
+            settings=config.fixed(),
+            seed=config.training.seed,
+            status="finished",
+            diverged=None,
+            sample_shape=self._task.sample_shape,
         )
         shutil.rmtree(self._file.parent)
         return Tuned(

@@ -66,6 +66,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     records: int | None = None
     fit_intercept: bool = True
     accountant: str | None = None
+    noise_multiplier: float | None = None
     random_state: Any = None
     secure_mode: bool = False
     verbose: int = 0
@@ -115,7 +116,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         zero = np.zeros(targets.shape[1] * rows.width)
         ledger = self._opened(ledger)
         ledger.protect(what)
-        z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
+        z = self.noise_multiplier
+        if z is None:
+            z = _calibrated(self.epsilon, self.delta, method.steps, ledger.accountant)
         fit = Fit(
             records=records,
             public=known,
@@ -323,7 +326,8 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     sums are divided by, is by default the number of rows, which is then public, and so are the
     `classes`, by default those in `y`. A `random_state` fixes the noise: for tests only, and the
     certificate says that the fit is not private. The `accountant` is the ledger's if one is given
-    to `fit`, else "pld" unless stated.
+    to `fit`, else "pld" unless stated. A `noise_multiplier`, z of a step, is taken as it is;
+    `epsilon` stays the most that it may cost.
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.

@@ -134,9 +134,10 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
     starts = [c.warm_start for c in contenders if c.warm_start is not None]
     starts += [dpspan.WarmStart(data=data) for data in parts.public.values() if data.labelled]
     if not any(isinstance(contender.method, dpspan.DPSGD) for contender in contenders):
-        section = DPSGDSection(clip=first.method.clip, clipping=first.method.clipping)
-        method = section.build(None, steps=1)
-        like = dataclasses.replace(contenders[0], warm_start=None, paid=None)
+        rule: Any = getattr(first.method, "clipping", "flat")
+        method = DPSGDSection(clip=first.method.clip, clipping=rule).build(None, steps=1)
+        rate = first.training.optimizer.learning_rate
+        like = dataclasses.replace(contenders[0], warm_start=None, paid=None, learning_rate=rate)
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
     start = next(iter(starts), None)
     return task_of(first, private, private.dataset, test.dataset, warm_start=start), contenders
@@ -169,6 +170,7 @@ def advise_command(
 
     from dpspan.accounting.events import pure_event
     from dpspan.app.advice import RATES, advise, default_contenders
+    from dpspan.app.config.sections import ConvexSection
     from dpspan.app.data import load
     from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import contender_of, task_of
@@ -197,6 +199,9 @@ def advise_command(
         dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)
         for c in default_contenders(task)
     ]
+    if settings.model.name == "logistic" and settings.method.name != "adagrad":
+        adagrad = ConvexSection(name="adagrad").build(None, steps=1)
+        others.append(dataclasses.replace(own, name="AdaGrad", method=adagrad, warm_start=None))
     assert own.learning_rate is not None
     advice = advise(
         task,

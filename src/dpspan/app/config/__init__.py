@@ -14,6 +14,7 @@ from dpspan.app.config.sections import (
     AnyMethod,
     AnyModel,
     AnyTrainable,
+    ConvexSection,
     TrainingSection,
     WarmStartSection,
 )
@@ -141,16 +142,21 @@ class OutputSection(Section):
     tensorboard: bool = False
 
 
-class Config(Section):
-    """A run."""
+class Subject(Section):
+    """What is learnt, from which data: all that it takes to use the result."""
 
     data: DataSection
     features: AnyFeatures | None = None
     model: AnyModel
+    trainable: AnyTrainable | None = None
+
+
+class Config(Subject):
+    """A run."""
+
     method: AnyMethod
     budget: BudgetSection
     training: TrainingSection
-    trainable: AnyTrainable | None = None
     warm_start: WarmStartSection | None = None
     choose: ChooseSection | None = None
     output: OutputSection
@@ -167,6 +173,10 @@ class Config(Section):
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
         method, name = self.method, getattr(self.method, "public", None)
+        simple = self.model.name == "logistic" and not (self.warm_start or self.trainable)
+        if isinstance(method, ConvexSection) and not simple:
+            cure = "set `model: {name: logistic}`, and leave warm_start and trainable out"
+            refuse("method", f"The method {method.name} is for logistic regression: {cure}.")
         if not method.needs_public and self.choose is not None:
             refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
         if not method.needs_public and name is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from dpspan.app.run.full_batch import FullBatch
     from dpspan.mechanisms import Method
 
 _Every = Annotated[int, Field(ge=0)]  # so many steps; 0 is never
@@ -294,13 +296,50 @@ class MirrorDescentSection(MethodSection):
         return method
 
 
+class ConvexSection(Section):
+    """Logistic regression by a method of `dpspan.convex`, for tables: `model: {name: logistic}`.
+
+    Each of `steps` uses all records, so epochs, batch size, optimizer and schedule have no meaning.
+    The projected ones need `public`, as those in a subspace do.
+    """
+
+    name: Literal[
+        "gd",
+        "constrained",
+        "projected",
+        "adagrad",
+        "adagrad-diagonal",
+        "adagrad-released",
+        "projected-adagrad",
+        "projected-adagrad-released",
+    ]
+    clip: Positive = 1.0
+    steps: Count = 30
+    learning_rate: Positive | None = None
+    public: str | None = None
+
+    @property
+    def needs_public(self) -> bool:
+        return self.name.startswith("projected")
+
+    def build(self, public: dpspan.PublicData | None, *, steps: int) -> FullBatch:
+        from dpspan.app.run.full_batch import FullBatch
+        from dpspan.convex.methods import METHODS
+
+        usual = METHODS[self.name]
+        rate = self.learning_rate or usual.learning_rate
+        method = dataclasses.replace(usual, steps=self.steps, learning_rate=rate)
+        return FullBatch(method=method, clip=self.clip, public=public)
+
+
 AnyMethod = Annotated[
     DPSGDSection
     | PDPSGDSection
     | BiasedGEPSection
     | GEPSection
     | RGPSection
-    | MirrorDescentSection,
+    | MirrorDescentSection
+    | ConvexSection,
     Field(discriminator="name"),
 ]
 

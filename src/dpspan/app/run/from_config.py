@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
-from dpspan.app.config import Config, parse_config
+from dpspan.app.config import Config, Subject, parse_config
 from dpspan.app.config.sections import (
     AnyModel,
     CheckpointSection,
@@ -32,6 +32,7 @@ from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
 from dpspan.app.section import read_text
@@ -228,7 +229,8 @@ def _units(config: Config, records: int) -> Units:
     private, tests = set(map(str, ids)), {} if data.test is None else {"data.test": data.test}
     others = {f"data.public.{name}": source for name, source in data.public.items()} | tests
     for where, source in others.items():
-        known = private.intersection(map(str, source.ids(unit) or ()))
+        theirs = source.ids(unit)
+        known = private.intersection(() if theirs is None else map(str, theirs))
         found = f"{len(known)} units of {where} also occur in the private data, by {unit}"
         if known and (where not in tests or data.test_is_public):
             raise ValueError(
@@ -259,7 +261,14 @@ def _layer(
     return layer.to(device)
 
 
-def new_model(config: Config, like: Loaded) -> nn.Module:
+class Like(NamedTuple):
+    """Samples that are not here, as far as a model has to know them."""
+
+    shape: tuple[int, ...]
+    classes: int
+
+
+def new_model(config: Subject, like: Loaded | Like) -> nn.Module:
     """The model for samples like these with new weights, from torch's generator."""
     model = draw_model(config.model, like)
     if config.trainable is not None:
@@ -269,7 +278,7 @@ def new_model(config: Config, like: Loaded) -> nn.Module:
     return model
 
 
-def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
+def draw_model(section: AnyModel, data: Loaded | Like) -> nn.Module:
     """The network for samples like these, with random weights from torch's generator."""
     if isinstance(section, OwnSection):
         model: nn.Module = _imported(section.factory)(**section.arguments)
@@ -302,7 +311,7 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
     return standardised(model) if section.standardised else model
 
 
-def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
+def _image_shape(name: str, data: Loaded | Like, channels: int | None = None) -> tuple[int, ...]:
     if len(data.shape) != 3 or channels not in (None, data.shape[0]):
         kind = "images" if channels is None else f"images of {channels} channels"
         raise ValueError(
@@ -410,6 +419,7 @@ def task_of(
         physical_batch_size=config.training.physical_batch_size,
         cuda_graphs=config.training.cuda_graphs,
         device=device_of(config),
+        sample_shape=like.shape,
         about=config.model_dump(mode="json", include=shared),
     )
 
@@ -440,10 +450,12 @@ def contender_of(
     start = None
     if (section := config.warm_start) is not None:
         start = section.build(public[section.public], config.trainable, seed=training.seed)
+    method = config.method.build(None if named is None else public[named], steps=steps)
+    convex = method.method if isinstance(method, FullBatch) else None
     return Contender(
         name=name,
-        method=config.method.build(None if named is None else public[named], steps=steps),
-        learning_rate=training.optimizer.learning_rate,
+        method=method,
+        learning_rate=(convex or training.optimizer).learning_rate,
         optimizer=training.optimizer.build,
         schedule=training.schedule.factor,
         warm_start=start,

@@ -19,7 +19,16 @@ from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
-from dpspan.app.run.training import Contender, Spent, Status, Task, Training, accuracy_and_loss
+from dpspan.app.run.full_batch import FullBatch
+from dpspan.app.run.training import (
+    Contender,
+    FixedNoise,
+    Spent,
+    Status,
+    Task,
+    Training,
+    accuracy_and_loss,
+)
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
@@ -98,6 +107,8 @@ class Run:
         found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
         self._ledger.warn(*found)
         self._note_unprivate()
+        if isinstance(self.contender.method, FullBatch):
+            return
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
         if saved is not None:
@@ -154,6 +165,8 @@ class Run:
         stop: Callable[[], bool] | None = None,
     ) -> Result:
         """Train until the end, or until told to stop."""
+        if isinstance(self.contender.method, FullBatch):
+            return self._fit(self.contender.method)
         training, told = self.training, False
         apart = 1 if self.lines is None else max(1, self.task.epochs // self.lines)
         self._watched(watch)
@@ -217,6 +230,26 @@ class Run:
         document = certificate(ledger, delta=task.budget.delta, training=about)
         return self._finish("finished", document)
 
+    def _fit(self, method: FullBatch) -> Result:
+        """All steps of a convex method: what is seen of them is the end."""
+        task, training, ledger, folder = self.task, self.training, self._ledger, self.folder
+        if folder.finished:
+            raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
+        ledger.protect(task.protects)
+        if isinstance(task.budget, FixedNoise):
+            z = task.budget.noise_multiplier
+        else:
+            z = method.noise_for(task.budget, ledger.events, task.accountant)
+        model = training.model = task.new_model(self.seed)
+        self._write_facts(None)
+        about = method.fit(task, model, ledger, noise=z, rate=self.contender.learning_rate)
+        training.step = training.steps = method.method.steps
+        folder.write_ledger(ledger)
+        self._line = self._measured()
+        folder.append(folder.metrics, [self._line])
+        document = certificate(ledger, delta=task.budget.delta, training=about)
+        return self._finish("finished", document)
+
     # -- what leaves the process ----------------------------------------------------------------
 
     def _save(self, *, measured: bool = False) -> None:
@@ -265,6 +298,7 @@ class Run:
             seed=self.seed,
             status=status,
             diverged=_DIVERGED if status == "diverged" else None,
+            sample_shape=self.task.sample_shape,
         )
 
     def _measured(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dpspan.accounting.epsilon import check_accountant
 from dpspan.accounting.events import step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
+from dpspan.app.run.full_batch import FullBatch
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.plan import units_of
 from dpspan.engine.sampling import PoissonDraw
@@ -85,6 +86,7 @@ class Task:
         physical_batch_size: most samples to process at once.
         cuda_graphs: as for `make_private`.
         device: where models are trained.
+        sample_shape: of one sample, which is public; kept with runs for whoever loads a model.
         about: public facts about data and model, as plain values: they are kept with every run,
             and a folder takes no runs of which they differ.
     """
@@ -107,6 +109,7 @@ class Task:
     physical_batch_size: int | None = None
     cuda_graphs: bool = False
     device: str | torch.device = "cpu"
+    sample_shape: tuple[int, ...] | None = None
     about: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -183,7 +186,7 @@ class Contender:
     """
 
     name: str
-    method: Method | None = None
+    method: Method | FullBatch | None = None
     learning_rate: float | None = None
     momentum: float = 0.0
     optimizer: Callable[..., Optimizer] | None = None
@@ -337,6 +340,9 @@ class Training:
     ) -> None:
         """Make the model and train it on public data, unless it goes on; nothing is charged."""
         task, contender = self.task, self.contender
+        if isinstance(contender.method, FullBatch):
+            fits = "convex methods are for `dpspan train`, `compare` and `advise`"
+            raise ValueError(f"This takes single steps of training: {fits}.")
         # A rate that comes from the data is for the engine to find, and to say so.
         if sample_rate is None and task.records is not None:
             sample_rate = task.sample_rate
@@ -385,7 +391,7 @@ class Training:
 
     @property
     def epoch(self) -> int:
-        return self.loader.epoch if self.steps else 0
+        return self.loader.epoch if hasattr(self, "loader") else self.steps
 
     def take_steps(self) -> Iterator[bool]:
         """Train; after each step, whether an epoch or all has ended. `status` says why it did.
@@ -466,6 +472,11 @@ def rehearse(
         assert start is not None
         start.run(model, task.criterion)
         return accuracy_and_loss(task, model)[0]
+    if isinstance(contender.method, FullBatch):
+        model = task.new_model(seed)
+        ledger, rate = Ledger(accountant="rdp"), contender.learning_rate
+        contender.method.fit(task, model, ledger, noise=noise, rate=rate)
+        return accuracy_and_loss(task, model)[0]
     training = Training(task, contender, seed)
     training.prepare(Ledger(), noise_multiplier=noise, sample_rate=sample_rate)
     kept = training.take_all_steps(forgiving=True)
@@ -519,9 +530,11 @@ def calibrated(
 
 def noise_for(task: Task, contender: Contender, records: int) -> float:
     """z of a run on so many records, within the task's budget."""
+    assert isinstance(task.budget, Budget)
+    if isinstance(contender.method, FullBatch):
+        return contender.method.noise_for(task.budget, contender.spent, task.accountant)
     rate = min(1.0, task.batch_size / records)
     steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
-    assert isinstance(task.budget, Budget)
     return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
 
 
