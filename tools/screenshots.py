@@ -1,6 +1,7 @@
 """Pictures of a report for the documentation: `make screenshots`.
 
-One screen of each part, as wide as a desktop and as a phone: easier to read than one long strip.
+One screen of each part, as wide as a desktop, a tablet and a phone, and the first sheet of paper:
+easier to read than one long strip.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from playwright.sync_api import sync_playwright
 
 VIEWS = {
     "desktop": {"viewport": {"width": 1280, "height": 960}},
+    "tablet": {"viewport": {"width": 768, "height": 1024}},
     "phone": {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 1.5},
 }
 PARTS = {
-    "top": "Privacy report",
-    "plots": "Test accuracy against ε spent",
-    "guarantee": "What the guarantee means",
+    "top": "The demo: private handwritten digits",
+    "results": "Results",
+    "guarantee": "What is guaranteed",
 }
+SHEET = {"width": 703, "height": 1032}  # A4 within its margins, in pixels
 FRAME = "body::after { content: ''; position: fixed; inset: 0; border: 1px solid #c4cad0; }"
 LARGEST = 400_000  # bytes: they live in the repository
 
@@ -37,6 +40,10 @@ def main(report: Path, out: Path) -> None:
             page.add_style_tag(content=FRAME)  # white on white has no edge
             for part, heading in PARTS.items():
                 take(page, heading, out / f"report-{view}-{part}.png")
+        page = browser.new_page(viewport=SHEET)
+        page.emulate_media(media="print")
+        page.goto(report.resolve().as_uri())
+        take(page, PARTS["top"], out / "report-print.png")
         browser.close()
 
 

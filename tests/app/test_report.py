@@ -23,8 +23,10 @@ from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import account, pld_epsilon
 from dpspan.accounting.events import event_from_json, pure_event, step_event
 from dpspan.app.comparison import Contender, Task, compare
+from dpspan.app.config import ReportSection
 from dpspan.app.report import best_guess, detection, render
 from dpspan.app.report.reading import Total, read, without_unprivate
+from dpspan.app.run import RunFolder
 from helpers.needs import extra, missing
 
 EVIL = "<script>alert('x')</script> & \"co\""
@@ -104,20 +106,44 @@ def single(compared: Path, tmp_path: Path) -> Path:
 class TestPage:
     def test_every_part_is_there(self, page: str) -> None:
         for heading in (
-            "What came out",
-            "What the guarantee means",
+            "What is guaranteed",
             "It does not mean",
             "What was spent on what",
+            "Results",
             "Which public data",
-            "Inside a step",
             "Declared public",
+            "Appendix: details",
+            "In training",
             "Settings and versions",
         ):
             assert heading in page
+            assert page.index(">What is guaranteed") <= page.index(f">{heading}")
         for name in PLOTS:
             assert f'id="plot-{name}"' in page
         for row in ("public only", "warm start + DP-SGD", "DP-SGD"):
-            assert f"<td>{row}</td>" in page
+            assert re.search(rf'<th scope="row">{re.escape(row)}( \(best|</th>)', page)
+        assert page.count("(best of the private ones)") == 1
+
+    def test_every_plot_is_told_in_words(self, compared: Path, page: str) -> None:
+        comparison = json.loads((compared / "comparison.json").read_text())
+        words = dict(re.findall(r'<p class="hidden" id="words-(\w+)">(.*?)</p>', page))
+        assert set(PLOTS) <= set(words)
+        assert all(words.values())
+        for row in comparison["rows"]:
+            assert f"{100 * row['results'][0]['test_accuracy']:.1f} %" in words["runs"]
+
+    def test_what_the_configuration_says_stands_first(self, compared: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "copy"
+        shutil.copytree(compared, folder)
+        said = ReportSection(
+            title="Ward 7 <b>", organisation="A hospital", contact="dpo@example.org"
+        )
+        RunFolder(folder).write_about(said)
+        text = render([folder], folder / "report.html").read_text()
+        assert "<h1>Ward 7 &lt;b&gt;</h1>" in text
+        assert "<dt>Organisation</dt><dd>A hospital</dd>" in text
+        assert "<dt>Contact</dt><dd>dpo@example.org</dd>" in text
+        assert "<dt>Purpose</dt>" not in text
 
     def test_nothing_is_loaded_from_anywhere(self, page: str) -> None:
         namespaces = r'xmlns(:xlink)?="http://www\.w3\.org/[^"]*"'
@@ -154,8 +180,8 @@ class TestPage:
             certificate["training"]["method"] = "RGP"  # which has no notes
             path.write_text(json.dumps(certificate))
         text = render([folder], folder / "report.html").read_text()
-        assert "so without a bar: warm start + DP-SGD." in text
-        assert "without a bar" not in render([compared], tmp_path / "r.html").read_text()
+        assert "There is no bar for warm start + DP-SGD" in text
+        assert "There is no bar" not in render([compared], tmp_path / "r.html").read_text()
 
     def test_several_folders(self, compared: Path, tmp_path: Path) -> None:
         folders = [compared / "dp-sgd", compared / "public-only"]
@@ -283,10 +309,10 @@ def test_a_guarantee_that_is_hardly_one(tmp_path: Path) -> None:
     text = render([tmp_path / "a"], tmp_path / "r.html").read_text()
     assert "promises next to nothing" in text
     assert "δ = 0.05 is large" in text
-    assert "the chance that the promise fails, which should be far smaller" in text
+    assert "the chance that the promise does not hold, which should be far smaller" in text
     recorded(tmp_path / "b", (step_event(2.0, 0.1), 10))
     text = render([tmp_path / "b"], tmp_path / "r.html").read_text()
-    assert "a small extra chance beside ε" in text
+    assert "the chance that the promise does not hold<" in text
     assert "is large" not in text
     assert "next to nothing" not in text
 
@@ -411,12 +437,10 @@ class TestWords:
         recorded(tmp_path, (steps, 1200), (gauss, 1), (choice, 1), (other, 2), delta=1e-5)
         page = render([tmp_path], tmp_path / "r.html").read_text()
         noise = "with noise 2 times what one record may add"
-        assert (
-            f"<td>1,200 training steps, each on a random 0.1 of the records, {noise}</td>" in page
-        )
-        assert f"<td>One release {noise}</td>" in page
-        assert "<td>One private choice of public data, ε = 0.1</td>" in page
-        assert "<td>2 × LaplaceDpEvent</td>" in page
+        assert f">1,200 training steps, each on a random 0.1 of the records, {noise}</th>" in page
+        assert f">One release {noise}</th>" in page
+        assert ">One private choice of public data, ε = 0.1</th>" in page
+        assert ">2 × LaplaceDpEvent</th>" in page
         assert "in a batch with probability 0.1, by a coin of its own" in page
 
     def test_reading_keeps_the_order_of_the_comparison(self, compared: Path) -> None:
@@ -441,7 +465,7 @@ _OVERFLOWS = """() => {
   const bad = [];
   for (const e of document.querySelectorAll('main *')) {
     const box = e.getBoundingClientRect();
-    if (!box.width || e.closest('svg')) continue;
+    if (!box.width || e.closest('svg, .hidden')) continue;
     if (box.left < -0.5 || box.right > innerWidth + 0.5 || e.scrollWidth > e.clientWidth + 1
         && getComputedStyle(e).display != 'inline') bad.push(e.tagName + ' ' + e.className);
   }
@@ -480,17 +504,28 @@ class TestInABrowser:
         view.close()
 
     def test_on_paper(self, browser: Any, compared: Path, page: str, tmp_path: Path) -> None:
-        """A page of A4 has no room to scroll and nothing to click: settings are open."""
+        """A page of A4 has no room to scroll and nothing to click: settings stay in their files."""
         view = browser.new_page(viewport={"width": 680, "height": 1000})
         view.goto((compared / "report.html").as_uri())
-        closed = view.locator("details pre").first
-        assert not closed.is_visible()
         view.emulate_media(media="print")
-        assert closed.is_visible()
+        assert not view.locator("details pre").first.is_visible()
         assert view.evaluate("document.documentElement.scrollWidth") <= 680
         assert view.evaluate(_OVERFLOWS) == []
         left, right = (view.locator(f"#plot-{n}").bounding_box() for n in ("accuracy", "runs"))
         assert left["y"] == right["y"]  # side by side
         view.pdf(path=tmp_path / "page.pdf", format="A4")
-        assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+        printed = (tmp_path / "page.pdf").read_bytes()
+        assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 4
+        view.close()
+
+    @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "light"), (768, "dark")])
+    def test_it_can_be_read_by_everybody(
+        self, browser: Any, compared: Path, page: str, width: int, scheme: str
+    ) -> None:
+        axe = extra("axe_playwright_python.sync_playwright").Axe()
+        view = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        view.goto((compared / "report.html").as_uri())
+        found = axe.run(view).response
+        assert [each["id"] for each in found["violations"]] == []
+        assert len(found["passes"]) > 10  # it has looked
         view.close()

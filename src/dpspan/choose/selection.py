@@ -235,8 +235,8 @@ def _note(
             "public knowledge."
         )
     return (
-        f"With {setting}, one that captures {gap:.2g} more of the energy than every other is "
-        f"found with {_SUCCESS:.0%} success or more; closer ones are told apart less often."
+        f"With {setting}, the best is found in {_SUCCESS:.0%} of cases or more if its captured "
+        f"energy is {gap:.2g} above every other's; closer ones are told apart less often."
     )
 
 

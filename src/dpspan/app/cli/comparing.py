@@ -124,6 +124,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
                 remove_summary(to)
             chosen = chosen_public(chooser, parts, folder)["chosen"]
             paid = read_json(folder.ledger)
+    folder.write_about(first.report)
     private, test = parts.private, parts.test
     assert test is not None
     records = first.data.records or private.count

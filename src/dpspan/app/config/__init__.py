@@ -142,6 +142,16 @@ class OutputSection(Section):
     tensorboard: bool = False
 
 
+class ReportSection(Section):
+    """What the report tells its reader first, in the words of whoever is responsible."""
+
+    title: str = "Privacy report"
+    organisation: str | None = None
+    purpose: str | None = None
+    data: str | None = None
+    contact: str | None = None
+
+
 class Subject(Section):
     """What is learnt, from which data: all that it takes to use the result."""
 
@@ -160,6 +170,7 @@ class Config(Subject):
     warm_start: WarmStartSection | None = None
     choose: ChooseSection | None = None
     output: OutputSection
+    report: ReportSection | None = None
 
     @model_validator(mode="after")
     def _public_data_is_known(self) -> Self:
@@ -196,7 +207,9 @@ class Config(Subject):
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""
         where = {"device": True, "physical_batch_size": True, "cuda_graphs": True}
-        return self.model_dump(mode="json", exclude={"output": True, "training": where})
+        return self.model_dump(
+            mode="json", exclude={"output": True, "report": True, "training": where}
+        )
 
 
 def load_config(path: str | Path) -> Config:

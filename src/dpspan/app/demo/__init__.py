@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 
 from dpspan.accounting.promises import Budget
 from dpspan.app.comparison import Comparison, Contender, Task, compare, locked, verdicts
+from dpspan.app.config import ReportSection
 from dpspan.app.demo import data
 from dpspan.app.report import render
 from dpspan.app.run.folder import RunFolder, read_json
@@ -141,6 +142,13 @@ def run(
         f"Public: {OPT_IN} opt-in scans without labels, {RENDERED} printed digits with labels, "
         "patches of photographs, noise."
     )
+    RunFolder(out).write_about(
+        ReportSection(
+            title="The demo: private handwritten digits",
+            purpose="To show what public data are worth where private records must be protected.",
+            data=f"{len(digits.private):,} scans of handwritten digits, as scikit-learn has them.",
+        )
+    )
     labelled = PublicData.of(printed, name="printed digits")
     task = Task(
         model=network,
@@ -167,13 +175,14 @@ def run(
     for sentence in (*verdicts(comparison), _if_labelled(task, digits.opt_in, seeds, comparison)):
         console.print(f"• {sentence}")
     more = dataclasses.replace(task, budget=Budget(epsilon=LARGE_EPSILON, delta=DELTA))
-    large = compare(more, offered(epsilon=LARGE_EPSILON), out=out / "large-epsilon", **shared)
+    beside = out.with_name(f"{out.name}-large-epsilon")
+    large = compare(more, offered(epsilon=LARGE_EPSILON), out=beside, **shared)
     console.print(f"\n[bold]The same with ε = {LARGE_EPSILON:g}[/]: noise is small, and so is what")
     console.print("public data are worth.", large)
     for sentence in verdicts(large):
         console.print(f"• {sentence}")
-    page = render([out, out / "large-epsilon"], out / "report.html")
-    console.print(f"{time.perf_counter() - began:.0f} s in all. To read on: {page}")
+    pages = [render([folder], folder / "report.html") for folder in (out, beside)]
+    console.print(f"{time.perf_counter() - began:.0f} s in all. To read on: {pages[0]}, {pages[1]}")
     return comparison
 
 

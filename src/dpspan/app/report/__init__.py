@@ -62,6 +62,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "include_unprivate": include_unprivate,
         "not_private": sorted(set().union(*broken)),
         "found": found,
+        "about": {"title": "Privacy report", **(found.about or {})},
         "certificate": most.certificate,
         "epsilon": epsilon,
         "delta": delta,
@@ -99,6 +100,7 @@ def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
         "early": ended_early(run.status for run in runs),
         "runs": len(runs),
         "values": values,
+        "mean": statistics.mean(values) if values else None,
         "value": f"{mean}{deviation}" if values else "not shown",
         "epsilon": max(run.epsilon for run in runs),
     }

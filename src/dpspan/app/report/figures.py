@@ -23,6 +23,7 @@ Picture = dict[str, Any]  # the drawing, and its legend as text of the page
 
 _INK = "#010203"  # of report.mplstyle; replaced by the colour of the page's text
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a2e", "#7f7f7f")
+_SHADES = (0.75, 0.4, 0.2)  # of bars: a colour is a method's, in all pictures
 _DASHES = {"--": "5 3", ":": "2 2"}
 _LONGEST = 26  # letters of a name beside an axis
 _NARROWEST = 0.1  # of an axis with accuracies
@@ -40,7 +41,7 @@ def pictures(
     axes = {
         "bounds": _bounds(private) if private and finite else None,
         "accuracy": _curves(groups, groups, "epsilon", metric) if metric else None,
-        "runs": _every_run(values, metric) if metric and several else None,
+        "runs": _every_run(values, groups, metric) if metric and several else None,
         "training": _curves(groups, private, "epoch", loss) if loss else None,
         "gsd": _nearness(found.candidates["rows"]) if found.candidates else None,
         "spectrum": _spectrum(groups),
@@ -57,7 +58,7 @@ def _curves(groups: Groups, drawn: Groups, x: str, y: str) -> Any:
     axis = _axis()
     for name, curve in curves.items():
         if curve and not groups[name][0].private_steps:
-            axis.axhline(curve[-1][1], color=_INK, linestyle=":", label=name)
+            axis.axhline(curve[-1][1], **_look(name, groups), label=name)
         elif curve:
             axis.plot(*zip(*curve, strict=True), **_look(name, groups), label=name)
     axis.set_ylabel(label(y))
@@ -77,12 +78,12 @@ def _mean_curve(runs: Sequence[Run], x: str, y: str) -> list[tuple[float, float]
     ]
 
 
-def _every_run(values: Mapping[str, list[float]], key: str) -> Any:
+def _every_run(values: Mapping[str, list[float]], groups: Groups, key: str) -> Any:
     """Each run as a dot."""
     rows = {name: reached for name, reached in values.items() if reached}
     axis = _axis(height=1 + 0.3 * len(rows))
-    for index, reached in enumerate(rows.values()):
-        colour = _COLOURS[0]
+    for index, (name, reached) in enumerate(rows.items()):
+        colour = _look(name, groups)["color"]
         axis.plot(reached, [index] * len(reached), "o", color=colour, alpha=0.6, markersize=5)
         axis.plot([statistics.mean(reached)], [index], "|", color=colour, markersize=14, mew=2)
     _name_rows(axis, rows)
@@ -93,18 +94,22 @@ def _every_run(values: Mapping[str, list[float]], key: str) -> Any:
 
 def _bounds(groups: Groups) -> Any:
     """From what ε is at least, as an audit has measured, to what it is at most, as was proved."""
-    axis = _axis(height=0.75 + 0.3 * len(groups))
-    for index, runs in enumerate(groups.values()):
+    rows: dict[tuple[str, ...], list[str]] = {}  # those that promise the same share one
+    for name, runs in groups.items():
         audited = [run.audit_bound for run in runs if run.audit_bound is not None]
-        ends = {"≤": max(run.epsilon for run in runs)} | ({"≥": audited[0]} if audited else {})
-        look = {"color": _COLOURS[0], "markersize": 14, "mew": 3, "linewidth": 3}
-        axis.plot([*ends.values()], [index] * len(ends), "|-", **look)
-        for sign, value in ends.items():
+        most = f"≤ {max(run.epsilon for run in runs):.3g}"
+        rows.setdefault((most, *(f"≥ {bound:.3g}" for bound in audited[:1])), []).append(name)
+    axis = _axis(height=0.75 + 0.3 * len(rows))
+    for index, bounds in enumerate(rows):
+        ends = [float(text[2:]) for text in bounds]
+        look = {"color": _INK, "markersize": 14, "mew": 3, "linewidth": 3}
+        axis.plot(ends, [index] * len(ends), "|-", **look)
+        for text, value in zip(bounds, ends, strict=True):
             place = {"ha": "center", "textcoords": "offset points", "fontsize": 8}
-            axis.annotate(f"{sign} {value:.3g}", (value, index), (0, 9), **place)
-    _name_rows(axis, groups)
+            axis.annotate(text, (value, index), (0, 9), **place)
+    _name_rows(axis, [n[0] if len(n) == 1 else f"{len(n)} rows" for n in rows.values()])
     axis.set_xlim(0, 1.15 * axis.get_xlim()[1])
-    axis.set_ylim(len(groups) - 0.5, -0.8)
+    axis.set_ylim(len(rows) - 0.5, -0.8)
     axis.set_xlabel("ε")
     return axis
 
@@ -162,8 +167,8 @@ def _bars(rows: Mapping[str, Mapping[str, float]], *, height: float, digits: int
             for row, values in enumerate(rows.values())
             if kind in values
         }
-        colour = _COLOURS[number % len(_COLOURS)]
-        drawn = axis.barh(list(bars), list(bars.values()), high, color=colour, label=kind)
+        shade = {"color": _INK, "alpha": _SHADES[number % len(_SHADES)]}
+        drawn = axis.barh(list(bars), list(bars.values()), high, label=kind, **shade)
         axis.bar_label(drawn, fmt=f"%.{digits}f", padding=2, fontsize=8)
     axis.grid(axis="y", visible=False)
     _name_rows(axis, rows)
@@ -188,20 +193,45 @@ def _look(name: str, groups: Groups) -> dict[str, str]:
     """A method has one colour in all pictures; dashes are for those after a warm start."""
     methods = list(dict.fromkeys(r[0].method for r in groups.values() if r[0].private_steps))
     run = groups[name][0]
+    if not run.private_steps:
+        return {"color": _INK, "linestyle": ":"}
     colour = _COLOURS[methods.index(run.method) % len(_COLOURS)]
     return {"color": colour, "linestyle": "--" if run.warm else "-"}
 
 
-def _legend(axis: Any) -> list[dict[str, str]]:
+def _legend(axis: Any) -> list[dict[str, Any]]:
     """What matplotlib would put into a legend: text, colour, and dashes in the way of SVG."""
     found = []
     for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
         line = handle.patches[0] if hasattr(handle, "patches") else handle
         colour = line.get_facecolor() if hasattr(line, "get_facecolor") else line.get_color()
-        colour = "currentColor" if colour == _INK else to_hex(colour)
+        colour = "currentColor" if to_hex(colour) == _INK else to_hex(colour)
         dashes = _DASHES.get(line.get_linestyle(), "")
-        found.append({"text": text, "colour": colour, "dashes": dashes})
+        entry = {"text": text, "colour": colour, "dashes": dashes, "opacity": line.get_alpha() or 1}
+        found.append(entry)
     return found if len(found) > 1 else []
+
+
+def _in_words(axis: Any) -> str:
+    """What the picture shows, for those who do not see it: ends of lines, values of rows."""
+    said: dict[str, list[str]] = {}
+    rows = {index: tick.get_text() for index, tick in enumerate(axis.get_yticklabels())}
+    percent = "accuracy" in f"{axis.get_xlabel()} {axis.get_ylabel()}".lower()
+
+    def number(value: float) -> str:
+        return f"{100 * value:.1f} %" if percent else f"{value:.3g}"
+
+    for line in axis.lines:
+        name, x, y = line.get_label(), line.get_xdata(), line.get_ydata()
+        if not name.startswith("_"):
+            said[name] = [f"ends at {number(float(y[-1]))}"]
+        elif len(set(y)) == 1 and float(y[0]) in rows and line.get_marker() != "None":
+            said.setdefault(rows[int(y[0])], []).extend(number(float(value)) for value in x)
+    for bars in axis.containers:
+        for bar in bars.patches:
+            row = rows[round(bar.get_y() + bar.get_height() / 2)]
+            said.setdefault(row, []).append(f"{bars.get_label()} {number(bar.get_width())}")
+    return "; ".join(f"{name}: {', '.join(values)}" for name, values in said.items())
 
 
 def _axis(height: float = 2.9) -> Any:
@@ -219,5 +249,7 @@ def _picture(name: str, axis: Any) -> Picture:
     text = text.replace(_INK, "currentColor")
     opening, rest = text.split(">", 1)
     opening = re.sub(r'\b(width|height)="[^"]*"\s?', "", opening)
-    opening = opening.replace("<svg ", f'<svg role="img" aria-labelledby="title-{name}" ', 1)
-    return {"svg": Markup(f"{opening}>{rest}"), "legend": _legend(axis)}
+    labels = f'aria-labelledby="title-{name}" aria-describedby="words-{name}"'
+    opening = opening.replace("<svg ", f'<svg role="img" {labels} ', 1)
+    drawing = Markup(f"{opening}>{rest}")
+    return {"svg": drawing, "legend": _legend(axis), "words": _in_words(axis)}

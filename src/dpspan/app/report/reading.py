@@ -88,6 +88,7 @@ class Found:
     comparison: dict[str, Any] | None
     candidates: dict[str, Any] | None
     choice: dict[str, Any] | None
+    about: dict[str, str] | None  # the section `report` of the configuration
 
     @property
     def groups(self) -> dict[str, list[Run]]:
@@ -105,7 +106,7 @@ def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
         return value if include_unprivate else without_unprivate(value)
 
     runs: list[Run] = []
-    extras: dict[str, Any] = dict.fromkeys(("comparison", "candidates", "choice"))
+    extras: dict[str, Any] = dict.fromkeys(("comparison", "candidates", "choice", "about"))
     certificates: dict[Path, dict[str, Any]] = {}
     ledgers: dict[Path, dict[str, Any]] = {}
     for folder in folders:

@@ -22,6 +22,7 @@ from torch import nn
 from dpspan.accounting.certificate import write_certificate
 from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
+from dpspan.app.config import ReportSection
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.training import FixedNoise
 from dpspan.engine.checkpoint import load_file
@@ -52,7 +53,7 @@ class RunFolder:
         self.metrics, self.diagnostics = path / "metrics.jsonl", path / "diagnostics.jsonl"
         self.checkpoint, self.model = path / "checkpoint.safetensors", path / "model.safetensors"
         self.features = path / "features.safetensors"
-        self.preprocessing = path / "preprocessing.json"
+        self.preprocessing, self.about = path / "preprocessing.json", path / "about.json"
 
     @property
     def is_run(self) -> bool:
@@ -209,6 +210,11 @@ class RunFolder:
     def keep_columns(self, columns: Preprocessing | None) -> None:
         if columns is not None:
             self.write_json(self.preprocessing, columns.document())
+
+    def write_about(self, report: ReportSection | None) -> None:
+        """What the report tells about a run, besides what happened."""
+        if report is not None:
+            self.write_json(self.about, report.model_dump(exclude_none=True))
 
     def write_facts(self, **facts: Any) -> None:
         """`run.json`; `status` is None until the run has ended."""

@@ -88,6 +88,7 @@ def train(
             run = _prepared(config, folder, processes)
         run.start()
         folder.write_text(folder.config, text)
+        folder.write_about(config.report)
         return run.go(watch, stop)
 
 
