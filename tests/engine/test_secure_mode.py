@@ -189,6 +189,17 @@ def test_from_a_configuration(tmp_path: Path) -> None:
     assert config(tmp_path, budget=usual).fixed() == config(tmp_path, budget=NOISY).fixed()
 
 
+def test_linear_models_from_a_configuration(tmp_path: Path) -> None:
+    write_npz(tmp_path)
+    how = {"method": {"name": "adagrad"}, "model": {"name": "logistic"}}
+    for secure in (True, False):
+        folder = tmp_path / str(secure)
+        output = {"folder": str(folder)}
+        train(config(tmp_path, budget={**NOISY, "secure_mode": secure}, output=output, **how))
+        training = json.loads((folder / "certificate.json").read_text())["training"]
+        assert (training.get("noise") == SECURE) is secure
+
+
 def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
     write_npz(tmp_path)
     train(config(tmp_path, budget=NOISY), stop=lambda: True)
