@@ -185,10 +185,27 @@ def test_from_a_configuration(tmp_path: Path) -> None:
     files = RunFolder(tmp_path / "run")
     assert json.loads(files.certificate.read_text())["training"]["noise"] == SECURE
     assert verify(files.path).holds
-    plain = {key: value for key, value in NOISY.items() if key != "secure_mode"}
-    assert "secure_mode" not in config(tmp_path, budget=plain).fixed()["budget"]
-    with pytest.raises(ValueError, match="holds a run with other settings"):
-        train(config(tmp_path, budget=plain), resume=True)
+    usual = {**NOISY, "secure_mode": False}
+    assert config(tmp_path, budget=usual).fixed() == config(tmp_path, budget=NOISY).fixed()
+
+
+def test_linear_models_from_a_configuration(tmp_path: Path) -> None:
+    write_npz(tmp_path)
+    how = {"method": {"name": "adagrad"}, "model": {"name": "logistic"}}
+    for secure in (True, False):
+        folder = tmp_path / str(secure)
+        output = {"folder": str(folder)}
+        train(config(tmp_path, budget={**NOISY, "secure_mode": secure}, output=output, **how))
+        training = json.loads((folder / "certificate.json").read_text())["training"]
+        assert (training.get("noise") == SECURE) is secure
+
+
+def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
+    write_npz(tmp_path)
+    train(config(tmp_path, budget=NOISY), stop=lambda: True)
+    with pytest.raises(ValueError, match="noise is 'from a cryptographic"):
+        train(config(tmp_path, budget={**NOISY, "secure_mode": False}), resume=True)
+    assert train(config(tmp_path, budget=NOISY), resume=True).status == "finished"
 
 
 def test_linear_models() -> None:

@@ -21,6 +21,7 @@ from benchmarks import (
     methods,
     page,
     recurrent,
+    secure,
     startup,
     tuning,
 )
@@ -259,3 +260,19 @@ def test_a_search_is_compared_on_real_records(tmp_path: Path) -> None:
     task, contender = tuning.parts(tmp_path, clip=30.0, clipping="adaptive")
     assert len(task.private) == 1097
     assert contender.method.clip == 30.0
+
+
+def test_the_cost_of_the_secure_mode_is_measured_in_turn() -> None:
+    (row,) = secure.measure(["mlp-64"], rounds=1)
+    assert row["noise"]["ratio"] > 1
+    assert row["step"]["secure"] > 0
+    assert secure.table([row]).row_count == 1
+
+
+def test_the_page_says_what_the_secure_mode_cost() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks/results/secure-cpu.json").read_text())["rows"]
+    page = (root / "docs/privacy.md").read_text()
+    for row in rows:
+        step = row["step"]
+        assert f"| {step['usual']:.0f} → {step['secure']:.0f} | {step['ratio']:.2f} |" in page

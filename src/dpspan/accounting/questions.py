@@ -115,10 +115,9 @@ def private_quantiles(
         ledger.charge(pure_event(each), len(wanted))
     counts = on_grid(records, low, high, points)
     drawn = sorted(draw(counts, q, Fraction(each), secrets.randbelow) for q in wanted)
-    grid = np.linspace(low, high, points)
-    ranks = sorted(range(len(wanted)), key=lambda place: wanted[place])
-    found = dict(zip(ranks, drawn, strict=True))
-    return tuple(float(grid[found[place]]) for place in range(len(wanted)))
+    found = np.empty(len(wanted))
+    found[np.argsort([float(q) for q in wanted])] = np.linspace(low, high, points)[drawn]
+    return tuple(found.tolist())
 
 
 def on_grid(values: Floats, low: float, high: float, points: int) -> list[int]:

@@ -10,8 +10,7 @@ best of so many is dp_accounting's RepeatAndSelectDpEvent of shape 1, which only
 knows. It is on the ledger's file before the first try begins.
 
 What an interrupted search needs to go on (K, the best so far) lies in the hidden folder `.tune`,
-for the operator alone; it is removed when the model is released. The try that was interrupted is
-made anew: nobody has seen anything of it.
+for the operator alone. The try that was interrupted is made anew: nobody has seen anything of it.
 """
 
 import dataclasses
@@ -20,6 +19,7 @@ import secrets
 import shutil
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,42 +192,41 @@ class _Search:
         self._steps = task.epochs * draw.steps_per_epoch
         if (name := asked["score_on"]) is not None:
             self._scores = _dataset(parts.public[name])
-        if not goes_on:
-            self._draw(settings)
-        event = self._event(self.state["noise_multiplier"])
-        if all(charged != event for charged, _ in self._ledger.events):
-            self._ledger.charge(event)
-        self._ledger.warn(*weaknesses(None, task.budget.delta, task.count))
-        folder.write_ledger(self._ledger)
+        self._pay(settings if not goes_on else None)
 
     # -- the price, before anything else ------------------------------------------------------
 
-    def _draw(self, settings: dict[str, Any]) -> None:
-        """The noise and the number of tries; on the disk before they are paid for, and made."""
-        score_noise, budget = None, self._budget
-        if self.asked["score_on"] is None:
-            alone = Budget(epsilon=_SCORE_SHARE * budget.epsilon, delta=budget.delta)
-            score_noise = calibrate_event(gaussian_event, 1, alone)
-        self.state, self._weights = {"settings": settings, "score_noise": score_noise}, None
-        self.state["noise_multiplier"] = calibrate_event(
-            self._event, 1, budget, accountant="rdp", spent=self._ledger.events
-        )
-        self.state |= {"count": geometric(self.asked["tries"]), "done": 0, "best": None}
-        self._file.parent.mkdir(mode=0o700, exist_ok=True)
-        self._save()
-
-    def _save(self) -> None:
-        """All or nothing: a process that dies leaves no weights that belong to another score."""
-        save_file(self._file, {"state": self.state, "weights": self._weights})
-
-    def _event(self, noise_multiplier: float) -> DpEvent:
-        return tuning_event(
-            noise_multiplier,
-            sample_rate=self._task.sample_rate,
+    def _pay(self, settings: dict[str, Any] | None) -> None:
+        """Draw noise and number of tries, if there are settings; on the disk before they cost."""
+        task, ledger, budget = self._task, self._ledger, self._budget
+        if settings is not None:
+            self.state, self._weights = {"settings": settings, "score_noise": None}, None
+            if self.asked["score_on"] is None:
+                alone = Budget(epsilon=_SCORE_SHARE * budget.epsilon, delta=budget.delta)
+                self.state["score_noise"] = calibrate_event(gaussian_event, 1, alone)
+        event_of = partial(
+            tuning_event,
+            sample_rate=task.sample_rate,
             steps=self._steps,
             tries=self.asked["tries"],
             score_noise=self.state["score_noise"],
         )
+        if settings is not None:
+            self.state["noise_multiplier"] = calibrate_event(
+                event_of, 1, budget, accountant="rdp", spent=ledger.events
+            )
+            self.state |= {"count": geometric(self.asked["tries"]), "done": 0, "best": None}
+            self._file.parent.mkdir(mode=0o700, exist_ok=True)
+            self._save()
+        event = event_of(self.state["noise_multiplier"])
+        if all(charged != event for charged, _ in ledger.events):
+            ledger.charge(event)
+        ledger.warn(*weaknesses(None, budget.delta, task.count))
+        self.folder.write_ledger(ledger)
+
+    def _save(self) -> None:
+        """All or nothing: a process that dies leaves no weights that belong to another score."""
+        save_file(self._file, {"state": self.state, "weights": self._weights})
 
     # -- a try -----------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """What an audit of a step found: checks with what was measured and what was declared."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,12 +50,8 @@ class StepAudit:
         checks = [plain(asdict(check)) for check in self.checks]
         return {"passed": self.passed, "checks": checks, "notes": [*self.notes], "unprivate": True}
 
-    def lines(self) -> Iterator[str]:
-        yield from map(str, self.checks)
-        yield from (f"note {note}" for note in self.notes)
-
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join([*map(str, self.checks), *(f"note {note}" for note in self.notes)])
 
 
 def rare(law: Any, value: float, among: int = 1) -> bool:

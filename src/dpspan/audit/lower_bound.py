@@ -5,21 +5,11 @@ on what was released, and not otherwise on the coins. The scores decide which co
 (those of the most extreme scores: heads above the median, tails below) and how much each guess
 counts; a table fixed before any score is seen says how much by rank.
 
-**Any mechanism.** Let it be (ε, δ)-DP, p = e^ε/(1 + e^ε). Go through the canaries one by one. Given
-what was released and the coins before, a guess is right with probability q_i. For two laws P and Q
-of the release that differ in one coin, q_i - p = (dP - e^ε dQ) / ((1 + e^ε)(dP + dQ)), so that
-E max(q_i - p, 0) ≤ δ / (1 + e^ε). Draw U_i uniformly and call the guess right if U_i ≤ q_i: the sum
-W = Σ w_i X_i is at most V = Σ w_i B_i, B_i independent Bernoulli(p), plus the weights of N guesses
-that only δ made right, E N ≤ nδ/(1 + e^ε). The worst way to spend N is where V is nearly large
-enough. So P(W ≥ v) ≤ P(V ≥ v) + what that buys; the first term is exact for randomized response.
-For equal weights this is the argument of Steinke, Nasr and Jagielski (2023), whose bound pays a
-little more for δ.
-
-**Gaussian noise.** If the mechanism is known to be Gaussian, of unknown noise, its trade-off curve
-f is that of N(0, 1) against N(μ, 1), and the recursion of Mahloujifar, Melis and Chaudhuri (2024)
-bounds the number of right guesses. Let p_j be the probability of j right guesses of r, and
-R_i = Σ_{j≥i} p_j j/n, H_i = Σ_{j≥i} p_j (r - j)/n. To toggle the coin of a random canary makes one
-right guess wrong, thus R_{i+1} ≤ 1 - f(H_i). What Σ p_j = 1 leaves no room for is refuted.
+docs/audit.md proves what follows. **Any mechanism**: if it is (ε, δ)-DP, the weight W of all right
+guesses is at most V = Σ w_i B_i, B_i independent Bernoulli(e^ε/(1 + e^ε)), plus that of N guesses
+which only δ made right, E N ≤ nδ/(1 + e^ε), at worst where V is nearly large enough.
+**Gaussian noise**: R_i and H_i, the shares of right and wrong guesses where at least i are right,
+obey R_{i+1} ≤ 1 - f(H_i), f the trade-off curve (Mahloujifar, Melis and Chaudhuri, 2024).
 
 **One statistic for each value that may be refuted.** A bound is the end of what was refuted from 0
 upwards. The values lie in cells; a cell has its own weights (or number of guesses), the best there
@@ -88,13 +78,10 @@ def _right_guesses(scores: Array, coins: Array) -> Array:
     be ranked by their coins if those that were included come first.
     """
     n = len(scores)
-    lot = np.random.default_rng(0).permutation(n)
-    rank = np.empty(n, dtype=int)
-    rank[lot[np.argsort(scores[lot], kind="stable")]] = np.arange(n)
-    outwards = 2 * rank - (n - 1)  # 0 at the median
-    order = np.argsort(-np.abs(outwards[lot]), kind="stable")
-    right: Array = (outwards > 0) == coins
-    return right[lot][order]
+    ranked = np.lexsort((np.random.default_rng(0).permutation(n), scores))
+    outwards = 2 * np.arange(n) - (n - 1)  # 0 at the median
+    right: Array = (outwards > 0) == coins[ranked]
+    return right[np.argsort(-np.abs(outwards), kind="stable")]
 
 
 def _cells(least: float, most: float) -> Iterator[tuple[float, float]]:

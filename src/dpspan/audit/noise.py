@@ -55,10 +55,8 @@ class NoiseWatch:
 
     def draw(self, most: int | None = None) -> Array:
         """The noise of one more release, of so many numbers of each part."""
-        like = self._like
-        if most is not None:
-            like = {name: value.flatten()[:most] for name, value in like.items()}
-        return self.scaled(self._drawn(like))
+        like = self._like.items()
+        return self.scaled(self._drawn({name: value.flatten()[:most] for name, value in like}))
 
     def scaled(self, noise: Sums) -> Array:
         flat = [noise[name].detach().double().flatten() / self.std[name] for name in self._like]

@@ -95,16 +95,15 @@ class Batches:
 
     def _of_public(self) -> list[Any]:
         """Public samples, whose gradients are in the span of public ones, as records are given."""
-        data, some = next(iter(self._run.mechanism.public), None), []
+        data = next(iter(self._run.mechanism.public), None)
         if data is None or not isinstance(self.last, tuple | list):
             return []
-        first, *_ = self.last
-        inputs = next(iter(data.pieces(_SOME))).inputs
-        if isinstance(first, Tensor) and isinstance(inputs, Tensor):
-            for sample, (_, *rest) in zip(inputs, self._others, strict=False):
-                if sample.shape == first.shape:
-                    some.append((sample.detach().to(first), *rest))
-        return some
+        first, inputs = self.last[0], next(iter(data.pieces(_SOME))).inputs
+        both = isinstance(first, Tensor) and isinstance(inputs, Tensor)
+        if not both or inputs.shape[1:] != first.shape:
+            return []
+        others = zip(inputs, self._others, strict=False)
+        return [(sample.detach().to(first), *rest) for sample, (_, *rest) in others]
 
 
 def exchanged(record: Any, content: Content) -> Any:

@@ -13,8 +13,6 @@ from typer.core import TyperGroup
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
 
 if TYPE_CHECKING:
-    from dpspan.app.config import Config
-    from dpspan.app.run import RunFolder
     from dpspan.app.run.rehearsal import Rehearsal
 
 _AUDITED = "unprivate: an audit (membership inference) of the model was made on private records"
@@ -40,16 +38,14 @@ audit = typer.Typer(cls=_Audits, no_args_is_help=True)
 app.add_typer(audit, name="audit", help="Is it as private as it says? Measured, not proved.")
 
 
-def _rehearsed(config: Path, **how: bool) -> tuple[Config, RunFolder, Rehearsal]:
-    """CONFIG, its folder and its rehearsal."""
+def _rehearsal(config: Path, *, stand_ins: bool = False) -> Rehearsal:
     from dpspan.app.config import load_config
 
     settings = load_config(config)  # what is wrong with it is said before anything slow is imported
     from dpspan.app.run import RunFolder
     from dpspan.app.run.rehearsal import Rehearsal
 
-    folder = RunFolder(settings.output.folder)
-    return settings, folder, Rehearsal(settings, folder, **how)
+    return Rehearsal(settings, RunFolder(settings.output.folder), stand_ins=stand_ins)
 
 
 @audit.command()
@@ -60,17 +56,17 @@ def step(config: ConfigFile, as_json: Json = False, quiet: Quiet = False) -> Non
     depend on private records, and the output folder's ledger will mention it. Exit code 1 if
     something was found.
     """
-    _, folder, rehearsal = _rehearsed(config)
+    rehearsal = _rehearsal(config)
     from dpspan.audit import audit_step
 
     result = audit_step(rehearsal.prepare, rehearsal.loss)
-    with folder.locked():
-        folder.warn(_STEP)  # on record before anybody sees the outcome
+    with rehearsal.folder.locked():
+        rehearsal.folder.warn(_STEP)  # on record before anybody sees the outcome
     found = len(result.findings)
     said = f"{found} of {len(result.checks)} checks failed" if found else "Nothing was found"
     end = "Do not train with this." if found else "That proves nothing: it measured one step."
-    shown = (*result.lines(), f"{_FOR_YOU}: {said}. {end}")
-    answer(result.describe(), *shown, as_json=as_json, quiet=quiet)
+    shown = f"{result}\n{_FOR_YOU}: {said}. {end}"
+    answer(result.describe(), shown, as_json=as_json, quiet=quiet)
     if found:
         raise typer.Exit(1)
 
@@ -90,14 +86,14 @@ def canaries(
     published: the run's certificate and reports show it. Its model is thrown away. Exit code 1 if
     more was measured than the run's ledger declares.
     """
-    settings, folder, rehearsal = _rehearsed(config, stand_ins=True)
+    rehearsal = _rehearsal(config, stand_ins=True)
     from dpspan.audit import audit_canaries
 
     result = audit_canaries(
         rehearsal.prepare,
         rehearsal.loss,
         steps=rehearsal.steps,
-        delta=settings.budget.delta,
+        delta=rehearsal.delta,
         canaries=count,
         like=rehearsal.like,
     )
@@ -105,8 +101,8 @@ def canaries(
     del outcome["unprivate"]  # nobody's record was used
     kept = {key: value for key, value in outcome.items() if key != "epsilon"}
     at_least = {"epsilon_at_least": result.epsilon, "confidence": 0.95, "of": rehearsal.of}
-    with folder.locked():
-        folder.write_audit(canaries={**at_least, **kept})
+    with rehearsal.folder.locked():
+        rehearsal.folder.write_audit(canaries={**at_least, **kept})
     bounds = (
         f"ε ≥ {result.epsilon:.2f} from the released gradients (if the noise is Gaussian "
         f"{result.gaussian:.2f}), ε ≥ {result.black_box:.2f} from the final model alone"

@@ -207,9 +207,9 @@ class Config(Subject):
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""
         where = {"device": True, "physical_batch_size": True, "cuda_graphs": True}
-        return self.model_dump(
-            mode="json", exclude={"output": True, "report": True, "training": where}
-        )
+        bits = {"secure_mode": True}  # a checkpoint knows where its noise came from
+        left_out = {"output": True, "report": True, "training": where, "budget": bits}
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 def load_config(path: str | Path) -> Config:

@@ -56,6 +56,7 @@ class FullBatch:
             clip=self.clip,
             noise_multiplier=noise,
             records=task.count,
+            secure_mode=task.secure_mode,
             classes=range(linear.out_features),
         )
         if task.records is None:

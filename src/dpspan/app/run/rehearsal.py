@@ -1,7 +1,7 @@
 """A configuration's runs as audits need them: made anew, thrown away, and off the books."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Rehearsal:
             "audit", config, parts.public, records=records, chosen=chosen
         )
         task = task_of(config, parts.private, private, None)
-        self.task = dataclasses.replace(task, cuda_graphs=False)
+        self.task = replace(task, cuda_graphs=False)
         digest = sha256_of(config.fixed())
         made, z = identity(read_json(folder.certificate) if folder.certificate.exists() else {})
         if made == digest:  # a run that may have spent some of its ε on a choice, or on a search
@@ -61,21 +61,18 @@ class Rehearsal:
             self._z = task.budget.noise_multiplier
         else:
             self._z = noise_for(task, self._contender, records)
-        self.of = [digest, self._z]
-        self._seed = config.training.seed
-        rate = self.task.sample_rate
-        draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
-        self.steps = self.task.epochs * draw.steps_per_epoch
+        self.folder, self.of = folder, [digest, self._z]
+        self._seed, self._rate = config.training.seed, task.sample_rate
+        draw = PoissonDraw.one_pass(records=records, sample_rate=self._rate)
+        self.steps, self.delta = task.epochs * draw.steps_per_epoch, config.budget.delta
 
     def prepare(self, added: Sequence[Any] = ()) -> Prepared:
         """A private run that has not begun, with these records among the private ones."""
         records: Any = ConcatDataset([self.task.private, added]) if added else self.task.private  # type: ignore[list-item]
-        training = Training(
-            dataclasses.replace(self.task, private=records), self._contender, self._seed
-        )
-        ledger = Ledger(accountant=self.task.accountant)
-        rate = self.task.sample_rate
-        training.prepare(ledger, noise_multiplier=self._z, sample_rate=rate, goes_on=True)
+        task, ledger = replace(self.task, private=records), Ledger(accountant=self.task.accountant)
+        training = Training(task, self._contender, self._seed)
+        how = {"noise_multiplier": self._z, "sample_rate": self._rate}
+        training.prepare(ledger, **how, goes_on=True)
         return training.engine, training.model, training.optimizer, training.loader
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
