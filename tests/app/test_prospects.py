@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dpspan.app.cli.app import four_digits
 from dpspan.app.config import parse_config
 from dpspan.app.run import train
 from dpspan.app.run.resumable import Progress
@@ -77,3 +78,10 @@ def test_doubts(tmp_path: Path, sections: dict[str, Any], doubt: str) -> None:
 )
 def test_no_doubt_where_there_is_no_reason(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert not [each for each in run(tmp_path, **sections) if "learnt" in each]
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "text"), [(0.0, "0.0000"), (1e-5, "1e-05"), (0.01234567, "0.01235"), (3, "3.0000")]
+)
+def test_no_price_looks_like_none(epsilon: float, text: str) -> None:
+    assert four_digits(epsilon) == text

@@ -267,6 +267,15 @@ def test_tensorboard_gets_the_same_numbers(folder: Path) -> None:
 # -- stopping and going on ------------------------------------------------------------------------
 
 
+def test_a_run_that_is_refused_leaves_no_file_for_tensorboard(folder: Path) -> None:
+    extra("tensorboard")
+    output = {"folder": str(folder / "run"), "tensorboard": True}
+    method = {"name": "rgp", "rank": 500}
+    with pytest.raises(ValueError, match="becomes smaller with rank=500"):
+        train(config(folder, method=method, output=output, budget=NOISY))
+    assert not (folder / "run" / "tensorboard").exists()
+
+
 def test_stop_and_resume(folder: Path) -> None:
     seen: list[Progress] = []
     stopped = train(config(folder), watch=seen.append, stop=lambda: seen[-1].step == 3)

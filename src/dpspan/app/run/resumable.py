@@ -100,9 +100,6 @@ class Run:
         folder, task, training = self.folder, self.task, self.training
         if self._output.tensorboard and folder.writes:
             optional("tensorboard", "Files of output.tensorboard", "tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
         found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
@@ -120,6 +117,10 @@ class Run:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
             folder.remove(folder.metrics, folder.diagnostics)
+        if self._output.tensorboard and folder.writes:  # not before: a run may be refused
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
