@@ -104,7 +104,7 @@ def test_every_method(folder: Path, method: dict[str, Any]) -> None:
         "mirror": "mirrordescent",
     }.get(method["name"], method["name"])
     assert [public["name"] for public in certificate["public"]] == (
-        ["optin"] if "public" in method else []
+        ["optin", "test"] if "public" in method else ["test"]
     )
     noted = {"gep": [0, 3, 6, 9], "rgp": [0]}  # as asked for; RGP its noise, once
     steps = [note["step"] for note in read_lines(files.diagnostics)]
@@ -267,6 +267,15 @@ def test_tensorboard_gets_the_same_numbers(folder: Path) -> None:
 # -- stopping and going on ------------------------------------------------------------------------
 
 
+def test_a_run_that_is_refused_leaves_no_file_for_tensorboard(folder: Path) -> None:
+    extra("tensorboard")
+    output = {"folder": str(folder / "run"), "tensorboard": True}
+    method = {"name": "rgp", "rank": 500}
+    with pytest.raises(ValueError, match="becomes smaller with rank=500"):
+        train(config(folder, method=method, output=output, budget=NOISY))
+    assert not (folder / "run" / "tensorboard").exists()
+
+
 def test_stop_and_resume(folder: Path) -> None:
     seen: list[Progress] = []
     stopped = train(config(folder), watch=seen.append, stop=lambda: seen[-1].step == 3)
@@ -287,6 +296,7 @@ def test_stop_and_resume(folder: Path) -> None:
     assert ledger_steps(files) == 10
 
 
+@pytest.mark.filterwarnings("ignore:dpspan. batch_size is at least:UserWarning")
 def test_a_resumed_run_equals_an_uninterrupted_one_but_for_chance(folder: Path) -> None:
     """Learning rates, momentum and positions: with next to no noise and all records, no chance."""
     sections = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpspan
 from dpspan import DPSGD, BudgetExceeded, CaptureError, PrivacyEngine
@@ -706,3 +706,44 @@ def test_what_was_frozen_after_a_backward_pass_does_not_move(set_to_none: bool) 
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert torch.equal(model[0].weight, before)
+
+
+def test_a_scheduler_steps_once_a_batch_however_many_pieces_it_has() -> None:
+    model = nn.Linear(4, 2)
+    samples = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    criterion = nn.CrossEntropyLoss()
+    engine = dpspan.PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(samples, batch_size=16),
+        criterion=criterion,
+        method=dpspan.DPSGD(clip=1.0),
+        noise_multiplier=1.0,
+        max_physical_batch_size=3,
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(loader))
+    iterations = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        iterations += 1
+        if loader.last_piece and engine.ledger.steps < len(loader):
+            scheduler.step()
+    assert iterations > len(loader) == engine.ledger.steps
+    assert scheduler.last_epoch == len(loader) - 1
+
+
+def test_a_loss_that_is_a_function_is_refused_by_name() -> None:
+    model = nn.Linear(4, 2)
+    samples = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    with pytest.raises(ValueError, match=r"criterion to be a module, such as nn\.CrossEntropyLoss"):
+        dpspan.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(samples, batch_size=16),
+            criterion=nn.functional.cross_entropy,
+            method=dpspan.DPSGD(clip=1.0),
+            noise_multiplier=1.0,
+        )

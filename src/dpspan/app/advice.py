@@ -162,7 +162,7 @@ def _notes(
             "less than here, private training more."
         )
     if any(trial.at_the_end for trial in trials):
-        yield "Rates marked * are the first or the last that was tried: widen rates=."
+        yield "Rates marked * are the first or last tried: set another, and others are tried."
 
 
 def _paid(task: Task, contenders: Sequence[Contender]) -> Iterator[str]:

@@ -22,3 +22,5 @@ from dpspan.convex.subspaces import Everything as Everything
 from dpspan.convex.subspaces import PublicFeatures as PublicFeatures
 from dpspan.convex.subspaces import PublicGradients as PublicGradients
 from dpspan.convex.subspaces import WholeSpace as WholeSpace
+from dpspan.convex.transformers import PrivateImputer as PrivateImputer
+from dpspan.convex.transformers import PrivateScaler as PrivateScaler

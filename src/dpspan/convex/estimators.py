@@ -1,5 +1,6 @@
 """Private linear models as scikit-learn estimators; a fit ends in weights and a certificate."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
@@ -17,6 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
+from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.cuts import Cuts, cut_points
@@ -26,6 +28,7 @@ from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
 from dpspan.convex.rows import Array, Rows, no_echo
 from dpspan.convex.scaling import Preparation, Scaling, scaling_of
+from dpspan.convex.transformers import PrivateScaler, fitted_before
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.secure import SECURE
@@ -114,7 +117,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
         known = None if public is None else _known(public, preparation, records)
         zero = np.zeros(targets.shape[1] * rows.width)
-        ledger = self._opened(ledger)
+        ledger = self._opened(ledger, fitted_before(self))
         ledger.protect(what)
         z = self.noise_multiplier
         if z is None:
@@ -191,10 +194,21 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         expect(not self.secure_mode or given is None, none, given)
         return None if given is None else int(check_random_state(given).randint(2**31))
 
-    def _opened(self, ledger: Ledger | None) -> Ledger:
+    def _opened(self, ledger: Ledger | None, before: list[Any]) -> Ledger:
+        """With the price of what was fitted before, or a word that nothing pays for it."""
+        paid = [each for each in before if isinstance(each, PrivateScaler)]
         if ledger is None:
-            budget = Budget(epsilon=self.epsilon, delta=self.delta)
-            return Ledger(accountant=self.accountant or "pld", budget=budget)
+            epsilon = self.epsilon + sum(each.epsilon_ for each in paid)
+            budget = Budget(epsilon=epsilon, delta=self.delta)
+            ledger = Ledger(accountant=self.accountant or "pld", budget=budget)
+        for each in paid:
+            if each.charged_to_ != ledger.mark:
+                ledger.charge(pure_event(each.epsilon_))
+        for name in sorted({type(each).__name__ for each in before if each not in paid}):
+            told = f"a {name} was fitted to the private records before, and nothing pays for that"
+            cure = "take PrivateScaler or PrivateImputer, or fit it to public rows and freeze it"
+            warnings.warn(f"dpspan: not private: {told}: {cure} (FrozenEstimator).", stacklevel=3)
+            ledger.invalidate(told)
         if self.accountant not in (None, ledger.accountant):
             raise ValueError(
                 f"Expected accountant {ledger.accountant!r}, as the ledger has it, got "

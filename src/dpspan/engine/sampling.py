@@ -203,6 +203,7 @@ class _Feed:
 class PrivateLoader:
     """Iterates over privately drawn batches of a DataLoader's dataset; `len` counts steps.
 
+    With physical batches there are more iterations: `last_piece` tells those that end in a step.
     `on_piece` is called with the `Piece` and `on_batch` with the batch, right before the batch is
     handed over. `epoch` counts the epochs that are over and `position` the steps of the running
     one whose last piece was handed over; at `on_piece` the coming step is not counted yet, so an
@@ -247,6 +248,7 @@ class PrivateLoader:
         self.on_piece: Callable[[Piece], None] = lambda _: None
         self.on_batch: Callable[[Any], None] = lambda _: None
         self.epoch = self.position = self.passes = self.pieces = 0
+        self.last_piece = True
         self._resuming = False
         self._fresh, self._processes = seed is None, Processes()
         # 128 bits, for numpy. torch's CPU generator keeps 32 bits of any seed: few enough to try
@@ -333,7 +335,7 @@ class PrivateLoader:
                 self.pieces += 1
                 self.on_piece(piece)
                 self.on_batch(batch)
-                self.position += piece.last
+                self.position, self.last_piece = self.position + piece.last, piece.last
                 yield batch
                 if self._feed.source is not source:
                     raise RuntimeError(

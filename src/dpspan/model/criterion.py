@@ -32,6 +32,8 @@ def check_criterion(criterion: nn.Module | None, loss_reduction: str, model: nn.
     """Refuse a criterion whose reduction is not the one the engine undoes, or that is trained."""
     known = loss_reduction in ("mean", "sum")
     expect(known, "loss_reduction to be 'mean' or 'sum'", loss_reduction)
+    module = isinstance(criterion, nn.Module | None)
+    expect(module, "criterion to be a module, such as nn.CrossEntropyLoss()", criterion)
     reduction = getattr(criterion, "reduction", None)
     if reduction in ("mean", "sum") and reduction != loss_reduction:
         raise ValueError(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 import dpspan
 from dpspan.accounting.promises import check_promised_delta, warn_of_weaknesses
-from dpspan.app.cli.app import Json, Quiet, answer, app
+from dpspan.app.cli.app import Json, Quiet, answer, app, four_digits
 from dpspan.support.checks import check_count, expect
 
 _MAY = "; may be repeated."
@@ -125,7 +125,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         style = "bold" if name == first["solved_for"] else ""
         table.add_column(heading, justify="right", style=style)
     for row in rows:
-        epsilon = "∞" if math.isinf(row["epsilon"]) else f"{row['epsilon']:.4f}"
+        epsilon = "∞" if math.isinf(row["epsilon"]) else four_digits(row["epsilon"])
         cells = (f"{row['sample_rate']:.6g}", str(row["epochs"]), str(row["steps"]))
         table.add_row(*cells, f"{row['noise_multiplier']:.4f}", epsilon)
     return table

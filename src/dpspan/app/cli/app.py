@@ -124,6 +124,11 @@ def check_exists(path: Path) -> None:
         raise FileNotFoundError(f"There is nothing at {path}.")
 
 
+def four_digits(epsilon: float) -> str:
+    """However small it is: no ε above zero looks like none."""
+    return f"{epsilon:.4f}" if epsilon >= 0.1 or not epsilon else f"{epsilon:.4g}"
+
+
 def answer(
     document: Mapping[str, Any], *shown: Any, as_json: bool, quiet: bool = False, note: str = ""
 ) -> None:

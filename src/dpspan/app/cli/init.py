@@ -193,11 +193,12 @@ def _csv_names(path: Path) -> list[str]:
     from dpspan.app.tables import delimiter_of, is_number, read_csv
 
     _, names = next(read_csv(path, delimiter_of(path)))
-    measured = any(is_number(name) and not name.strip().isdecimal() for name in names)
-    if measured or len(set(names)) < len(names):  # columns may well be called 0, 1, 2
+    short = re.compile(r"\s*\d{1,5}\s*")  # columns may well be called 0, 1, 2 or 2020
+    measured = any(is_number(name) and not short.fullmatch(name) for name in names)
+    if measured or len(set(names)) < len(names) or re.search(r"^\s*\[|[{}]", ",".join(names)):
         raise ValueError(
-            f"The first line of {path} looks like a record: it holds broken numbers, or one value "
-            "twice. Put a line with the names of the columns on top, each of its own."
+            f"The first line of {path} looks like a record: it holds numbers, or one value twice, "
+            "or braces. Put a line with the names of the columns on top, each of its own."
         )
     return names
 

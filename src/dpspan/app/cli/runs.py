@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, say
+from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, four_digits, say
 
 if TYPE_CHECKING:
     from dpspan.app.run import Progress, Result
@@ -89,8 +89,8 @@ def _summary(result: Result, config: Path) -> str:
     why = _EARLY.get(result.status)
     early = f" It ended after {taken}, {why}." if why else ""
     return (
-        f"Done: ε = {result.epsilon:.4f} at δ = {result.delta:g}{_accuracy(result)}.{early} Model, "
-        f"metrics and certificate are in {result.folder}."
+        f"Done: ε = {four_digits(result.epsilon)} at δ = {result.delta:g}{_accuracy(result)}."
+        f"{early} Model, metrics and certificate are in {result.folder}."
     )
 
 

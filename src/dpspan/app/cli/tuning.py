@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dpspan.app.cli.app import Json, Quiet, answer, app
+from dpspan.app.cli.app import Json, Quiet, answer, app, four_digits
 
 _Range = tuple[float, float]
 
@@ -55,7 +55,7 @@ def tune_command(
     accuracy = found.metrics.get("test_accuracy")
     reached = "" if accuracy is None else f", test accuracy {accuracy:.1%}"
     note = (
-        f"Done: ε = {found.epsilon:.4f} at δ = {found.delta:g} for the search and the model: "
+        f"Done: ε = {four_digits(found.epsilon)} at δ = {found.delta:g} for search and model: "
         f"{settings}{reached}. Model and certificate are in {found.folder}."
     )
     document = {**asdict(found), "folder": str(found.folder)}

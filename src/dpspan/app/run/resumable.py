@@ -20,6 +20,7 @@ from dpspan.app.data import optional
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
+from dpspan.app.run.prospects import doubts
 from dpspan.app.run.training import (
     Contender,
     FixedNoise,
@@ -99,22 +100,27 @@ class Run:
         folder, task, training = self.folder, self.task, self.training
         if self._output.tensorboard and folder.writes:
             optional("tensorboard", "Files of output.tensorboard", "tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
         found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
         self._ledger.warn(*found)
         self._note_unprivate()
         if isinstance(self.contender.method, FullBatch):
+            self._ledger.warn(*doubts(task))
+            self._declare_test()
             return
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
+        self._ledger.warn(*doubts(task, training))
+        self._declare_test()
         if saved is not None:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
             folder.remove(folder.metrics, folder.diagnostics)
+        if self._output.tensorboard and folder.writes:  # not before: a run may be refused
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
@@ -151,7 +157,9 @@ class Run:
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
         if self.task.test is not None and not self.task.test_is_public:
             self._ledger.warn("unprivate: results on test data not declared public were written")
-        elif self.task.test is not None:
+
+    def _declare_test(self) -> None:
+        if self.task.test is not None and self.task.test_is_public:
             self._declare(PublicData.of(self.task.test, name="test"), "measured on")
 
     def _declare(self, data: PublicData, purpose: str) -> None:
@@ -221,6 +229,7 @@ class Run:
         self._declare(data, detail)
         for each in encodings(task.private):  # their layer is a part of the model; nothing is read
             self._declare(each.public, each.layer)
+        self._declare_test()
         lines.append(self._measured())
         self._write_facts(None)
         folder.write_ledger(ledger)
