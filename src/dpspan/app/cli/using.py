@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
+from dpspan.support.checks import expect
 from dpspan.support.files import replacing
 
 _Run = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
@@ -36,24 +37,21 @@ def predict_command(
 
     trained = load_run(run)
     ids = None if id_column is None else trained.source(data).ids(id_column)
-    if id_column is not None and ids is None:
-        raise ValueError(f"{data} has no column '{id_column}' to copy: correct --id.")
+    expect(ids is not None or not id_column, f"--id to be a column of {data}", id_column)
     probabilities = trained.predict_proba(data)
-    predicted = trained.named(probabilities)
-    places = range(1, len(predicted) + 1) if ids is None else ids
+    places = range(1, len(probabilities) + 1) if ids is None else ids
+    predicted = zip(places, trained.named(probabilities), probabilities.round(6), strict=True)
     header = [id_column or "row", "prediction", *(f"p_{name}" for name in trained.classes)]
-    columns = zip(places, predicted.tolist(), probabilities.round(6).tolist(), strict=True)
-    rows = [[place, name, *row] for place, name, row in columns]
-    text = io.StringIO()
+    rows = [[place, str(name), *each.tolist()] for place, name, each in predicted]
+    text, note = io.StringIO(), f"Wrote {len(rows)} predictions to {to}."
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    note = ""
     if to is not None:
         with replacing(to, what="the predictions") as temporary:
             temporary.write_text(text.getvalue(), encoding="utf-8")
-        note = f"Wrote {len(rows)} predictions to {to}. The model: ε = {trained.epsilon:.4g}."
     elif not as_json:
         typer.echo(text.getvalue(), nl=False)
-    answer({"columns": header, "rows": rows}, as_json=as_json, quiet=quiet, note=note)
+    document = {"columns": header, "rows": rows}
+    answer(document, as_json=as_json, quiet=quiet, note=note if to is not None else "")
 
 
 @app.command(name="export")
