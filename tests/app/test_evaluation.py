@@ -160,7 +160,7 @@ def test_an_accuracy_with_noise_is_within_the_budget(folder: Path) -> None:
     ("section", "sections", "message"),
     [
         ({"by": "sex"}, {"data": {"test": None}}, "evaluate: Expected data.test"),
-        ({"noise_multiplier": 1.0}, {}, "where test data are not public"),
+        ({"noise_multiplier": 1.0}, {}, "This is for private test data"),
         ({"threshold": 1.5}, {}, "evaluate.threshold: Expected a number below 1"),
     ],
 )
@@ -172,7 +172,7 @@ def test_refused(folder: Path, section: Any, sections: Any, message: str) -> Non
 
 
 def test_a_column_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"evaluate\.by to be a column of b\.npz, got 'age'"):
+    with pytest.raises(ValueError, match=r"evaluate\.by to be a column there, got 'age'"):
         run(folder, evaluate={"by": "age"})
 
 

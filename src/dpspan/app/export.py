@@ -27,9 +27,8 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     expect(to in _WRITERS, f"a format out of {', '.join(_WRITERS)}", to)
     folder = run.folder / "export" if out is None else Path(out)
     expect(folder.resolve() != run.folder.resolve(), "another folder than the run's", str(folder))
-    # Not certificate.json: a report would take it for a run of its own, and count it twice.
-    names = (f"model.{to}", "MODEL_CARD.md", "model.certificate.json")
-    model, card, price = (folder / name for name in names)
+    model, card = folder / f"model.{to}", folder / "MODEL_CARD.md"
+    price = folder / "model.certificate.json"  # a report would take certificate.json for a run's
     facts = {key: str(run.certificate[key]) for key in ("private", "epsilon", "delta", "adjacency")}
     facts["classes"] = json.dumps(run.classes)
     with replacing(model, what="the model") as temporary:
@@ -37,9 +36,10 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     loader = PackageLoader("dpspan.app.report")
     template = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
     inputs = getattr(run.config.data.private, "inputs", "one array")
+    inputs = inputs if run.preprocessing is None else run.preprocessing.used
     columns = inputs if isinstance(inputs, str) else ", ".join(inputs)
-    about = {"run": run, "certificate": run.certificate, "columns": columns}
-    text = template.get_template("model_card.md.j2").render(about)
+    about = {"certificate": run.certificate, "columns": columns}
+    text = template.get_template("model_card.md.j2").render(run=run, **about)
     with replacing(card, what="the model card") as temporary:
         temporary.write_text(text, encoding="utf-8")
     shutil.copy(run.folder / "certificate.json", price)

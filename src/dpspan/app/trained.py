@@ -13,16 +13,15 @@ from torch import nn
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.schema import parse_certificate
 from dpspan.app.config import Config, load_config
-from dpspan.app.config.sections import CheckpointSection, FactorySection, OwnSection
+from dpspan.app.config.sections import CheckpointSection, FactorySection
 from dpspan.app.data import Source, load
+from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.evaluation import classified
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
-from dpspan.app.run.from_config import load_weights, new_model
-from dpspan.app.tables import Table
-from dpspan.public.patches import PatchFeatures
+from dpspan.app.run.from_config import FEATURES, load_weights, new_model
 from dpspan.support.randomness import seeded
 
-_BATCH = 1024
 _UNLABELLED = {"label": None, "labels": None, "labelled": False}
 
 
@@ -38,6 +37,7 @@ class TrainedRun:
     certificate: dict[str, Any]
     epsilon: float  # of everything that was released on the way to the model
     delta: float
+    preprocessing: Preprocessing | None  # what becomes of a table's columns
     metrics: dict[str, Any]  # the last line of them, and what is in evaluation.json
 
     def __repr__(self) -> str:
@@ -47,25 +47,21 @@ class TrainedRun:
 
     def source(self, path: str | Path) -> Source:
         """New records at this path, in the format and with the columns of the private ones."""
-        private, path = self.config.data.private, Path(path)
+        private = self.config.data.private
         unlabelled = {k: v for k, v in _UNLABELLED.items() if k in type(private).model_fields}
-        source: Source = private.model_copy(update={**unlabelled, "path": path})
-        if isinstance(source, Table) and path.exists():
-            missing = [name for name in source.inputs if name not in source.columns]
-            if missing:
-                of = f"{len(missing)} of the {len(source.inputs)} columns that the model takes"
-                raise ValueError(f"{path} lacks {of}: {', '.join(missing)}.")
-        return source
+        return private.model_copy(update={**unlabelled, "path": Path(path)})
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
-        """The probability of each class, (records, classes).
+        """The probability of each class, (records, classes), of a file like the one trained on.
 
-        Args:
-            data: the path of a file (or folder) like the one trained on, with or without labels;
-                or an array of inputs as the model takes them, scaled already.
+        Or of an array of inputs as the model takes them, scaled already; or, where the run has
+        data.preprocessing, of a table in memory: a mapping by column, or a pandas frame.
         """
+        classes, columns = self.config.data.classes, self.preprocessing
         if isinstance(data, str | Path):
-            inputs = load(self.source(data), classes=self.config.data.classes).tensors[0]
+            inputs = load(self.source(data), classes=classes, preprocessing=columns).tensors[0]
+        elif columns is not None and hasattr(data, "keys"):
+            inputs = torch.from_numpy(columns.transform(data))
         else:
             kind = np.int64 if getattr(self.config.data.private, "tokens", False) else np.float32
             try:
@@ -76,7 +72,7 @@ class TrainedRun:
         if wanted not in (None, given) and self.config.features is None:
             raise ValueError(f"Expected samples of shape {wanted} for the model, got {given}.")
         with torch.no_grad():
-            outputs = torch.cat([self.model(part) for part in inputs.split(_BATCH)])
+            outputs = torch.cat([self.model(part) for part in inputs.split(1024)])
         return np.asarray(outputs.double().softmax(1).numpy())
 
     def predict(self, data: Any) -> NDArray[np.str_]:
@@ -99,15 +95,12 @@ def load_run(path: str | Path) -> TrainedRun:
         if not needed.exists():
             cure = "Name the folder of a run of `dpspan train` that has ended"
             raise FileNotFoundError(f"There is no {needed.name} in {folder.path}. {cure}.")
-    facts, config = folder.facts or {}, load_config(folder.config)
+    config, shape = load_config(folder.config), (folder.facts or {}).get("sample_shape")
     if isinstance(config.model, CheckpointSection):
         kept = config.model.model_dump(include={"factory", "arguments", "fix"})
         config = config.model_copy(update={"model": FactorySection(**kept)})
-    shape, classes = facts.get("sample_shape"), config.data.classes
+    classes = config.data.classes
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else classes
-    if shape is None and not isinstance(config.model, OwnSection):
-        early = "was made by an earlier dpspan, which did not note the shape of samples"
-        raise ValueError(f"{folder.path} {early}: load its weights into a network of your own.")
     like: Any = SimpleNamespace(shape=tuple(shape or ()), classes=len(names))
     with seeded(0):  # of weights that are replaced at once
         model = new_model(config, like)
@@ -117,8 +110,9 @@ def load_run(path: str | Path) -> TrainedRun:
     if stated not in (None, weights_sha256(model.state_dict())):  # ε is of those, and of no others
         other = f"is not the model that {folder.certificate.name} is about"
         raise ValueError(f"{folder.model} {other}: restore the one that was trained.")
-    if (layer := folder.kept_features(wanted=config.features is not None)) is not None:
-        model = nn.Sequential(PatchFeatures.load(layer), model)
+    layer = folder.kept_features(wanted=config.features is not None)
+    if layer is not None and config.features is not None:
+        model = nn.Sequential(FEATURES[config.features.name].load(layer), model)
     found = read_json(folder.evaluation) if folder.evaluation.exists() else {}
     return TrainedRun(
         folder=folder.path,
@@ -129,5 +123,6 @@ def load_run(path: str | Path) -> TrainedRun:
         certificate=certificate,
         epsilon=float(certificate["epsilon"]),
         delta=float(certificate["delta"]),
+        preprocessing=frozen_columns(config, folder),
         metrics={**next(iter(read_lines(folder.metrics)[-1:]), {}), **found},
     )

@@ -27,12 +27,9 @@ def predict_command(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict the class of each record of DATA, with the probabilities of all classes.
-
-    Predictions are about the records in DATA: keep them as those are kept.
-    """
-    for path in (run, data):
-        check_exists(path)
+    """Predict each record's class and probabilities; keep them as safe as DATA."""
+    check_exists(run)
+    check_exists(data)
     from dpspan.app.trained import load_run
 
     trained = load_run(run)
@@ -50,8 +47,7 @@ def predict_command(
             temporary.write_text(text.getvalue(), encoding="utf-8")
     elif not as_json:
         typer.echo(text.getvalue(), nl=False)
-    document = {"columns": header, "rows": rows}
-    answer(document, as_json=as_json, quiet=quiet, note=note if to is not None else "")
+    answer({"columns": header, "rows": rows}, as_json=as_json, quiet=quiet or not to, note=note)
 
 
 @app.command(name="export")
@@ -64,10 +60,7 @@ def export_command(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write RUN's model for use elsewhere, with a model card and the certificate.
-
-    ε, δ and the classes are in the file's own metadata, too.
-    """
+    """Write RUN's model for use elsewhere, with a model card; its metadata hold ε, too."""
     check_exists(run)
     from dpspan.app.export import export
     from dpspan.app.trained import load_run

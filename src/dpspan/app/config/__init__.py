@@ -184,8 +184,7 @@ class Config(Section):
         if self.data.test is None and self.evaluate != EvaluateSection():
             refuse("evaluate", "Expected data.test, by which models are judged.")
         if self.evaluate.noise_multiplier and (self.data.test_is_public or self.data.unit):
-            when = "where test data are not public, and data.unit is left out"
-            refuse("evaluate.noise_multiplier", f"This is for an accuracy with noise, {when}.")
+            refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
         method, name = self.method, getattr(self.method, "public", None)
         simple = self.model.name == "logistic" and not (self.warm_start or self.trainable)
         if isinstance(method, ConvexSection) and not simple:

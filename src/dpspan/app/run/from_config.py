@@ -50,6 +50,7 @@ from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 from dpspan.support.units import Units
 
+FEATURES: Mapping[str, Any] = {"patches": PatchFeatures, "pretrained": PretrainedFeatures}
 _SECRET = "This message depends on private data: do not publish it."
 _GO_BACK = "Go back to those, or choose another output folder."
 
@@ -116,13 +117,10 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
             parts.layer.save(folder.features)
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
-    evaluation = Evaluation(threshold=config.evaluate.threshold)
-    if config.evaluate.by is not None and config.data.test is not None:
-        by, values = config.evaluate.by, config.data.test.ids(config.evaluate.by)
-        evaluation = replace(evaluation, groups={} if values is None else {by: values})
-        expect(values is not None, f"evaluate.by to be a column of {config.data.test.path}", by)
-    if (z := config.evaluate.noise_multiplier) is not None and parts.test is not None:
-        evaluation = replace(evaluation, unseen=parts.test.dataset, noise_multiplier=z)
+    judge, tested = config.evaluate, config.data.test
+    groups = None if judge.by is None or tested is None else tested.ids(judge.by)
+    expect(judge.by is None or groups is not None, "evaluate.by to be a column there", judge.by)
+    unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
     return Run(
@@ -135,7 +133,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         preprocessing=columns,
         output=config.output,
         processes=processes,
-        evaluation=evaluation,
+        evaluation=Evaluation(section=judge, groups=groups, unseen=unseen),
     )
 
 
@@ -259,7 +257,7 @@ def _layer(
     if section is None:
         return None
     data = public[section.public]
-    kind: Any = PatchFeatures if section.name == "patches" else PretrainedFeatures
+    kind = FEATURES[section.name]
     if kept is None:
         return kind.learn(data, **section.settings, seed=seed, device=device)
     layer = kind.load(kept, data)

@@ -39,10 +39,10 @@ class FullBatch:
 
     def noise_for(self, task: Task, spent: Spent) -> float:
         """z of a step: the task's, or what its budget pays for beside what is spent."""
-        budget: Any = task.budget
+        asked: Any = (self.method.steps, task.budget)
         how: dict[str, Any] = {"accountant": task.accountant, "spent": spent}
-        z: float | None = getattr(budget, "noise_multiplier", None)
-        return z or calibrate_event(GaussianDpEvent, self.method.steps, budget, **how)
+        z: float | None = getattr(task.budget, "noise_multiplier", None)
+        return z or calibrate_event(GaussianDpEvent, *asked, **how)
 
     def fit(
         self, task: Task, model: nn.Module, ledger: Ledger, *, noise: float, rate: Any
@@ -50,8 +50,7 @@ class FullBatch:
         """Put the fitted weights into the model, which is linear; the certificate's `training`."""
         x, y = _whole(DataLoader(task.private, batch_size=1024))
         (linear,) = (each for each in model.modules() if isinstance(each, nn.Linear))
-        if task.records is None:
-            ledger.warn(_TOLD)
+        ledger.warn(*[_TOLD] * (task.records is None))
         fitted = PrivateLogisticRegression(
             delta=task.budget.delta,
             method=dataclasses.replace(self.method, learning_rate=rate),

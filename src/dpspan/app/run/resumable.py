@@ -104,7 +104,7 @@ class Run:
         self._ledger.warn(*found)
         self._note_unprivate()
         if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
-            self._ledger.charge(gaussian_event(self.evaluation.noise_multiplier))
+            self._ledger.charge(gaussian_event(self.evaluation.section.noise_multiplier or 1.0))
         if isinstance(self.contender.method, FullBatch):
             return
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
@@ -168,7 +168,8 @@ class Run:
         training, told = self.training, False
         apart = 1 if self.lines is None else max(1, self.task.epochs // self.lines)
         self._foresee()
-        self._watched(watch)
+        watch = watch or (lambda _: None)
+        watch(self._progress(self._spent(exact=False)))
         self._write_facts(None)
         if not self.folder.checkpoint.exists():
             # A run that dies early finds its public training, and its price, again.
@@ -178,7 +179,7 @@ class Run:
             if end_of_epoch and (ended or training.epoch % apart == 0):
                 known = self._line is not None and self._line["step"] == training.step
                 self._save(measured=not known)
-            self._watched(watch)
+            watch(self._progress(self._spent(exact=False)))
             told = not ended and stop is not None and self.processes.any(stop())
             every = self._output.checkpoint_every
             if not end_of_epoch and (told or (every and training.step % every == 0)):
@@ -240,7 +241,7 @@ class Run:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         ledger.protect(task.protects)
         z = method.noise_for(task, ledger.events)
-        model = training.model = task.new_model(self.seed)
+        model = training.model = task.new_model(self.seed, self.contender.model)
         self._write_facts(None)
         about = method.fit(task, model, ledger, noise=z, rate=self.contender.learning_rate)
         training.step = training.steps = method.method.steps
@@ -330,23 +331,16 @@ class Run:
         plan, left = training.engine.plan, training.steps - training.step
         events = (*self._ledger.events, *([(plan.event, left)] if left else []))
         self._planned = _epsilon(events, delta, task.accountant)
-        self._plan = (
-            f"{type(plan.method).__name__} on {task.count:,} {task.protects}s: "
-            f"{plan.trainable_parameters:,} parameters, {training.steps:,} steps with batches of "
-            f"{task.batch_size:,}, z = {plan.noise_multiplier:.3g}, ε = {self._planned:.4g} at δ = "
-            f"{delta:g} in the end."
-        )
+        who = f"{type(plan.method).__name__} on {task.count:,} {task.protects}s"
+        what = f"{plan.trainable_parameters:,} parameters, {training.steps:,} steps"
+        price = f"z = {plan.noise_multiplier:.3g}, ε = {self._planned:.4g} at δ = {delta:g}"
+        self._plan = f"{who}: {what} with batches of {task.batch_size:,}, {price} in the end."
 
     def _spent(self, *, exact: bool) -> float:
         """PLD takes longer than many an epoch, so until the end a bound will do."""
-        delta, events = self.task.budget.delta, self._ledger.events
-        if exact:
-            return _epsilon(events, delta, self.task.accountant)
-        return min(rough_epsilon(events, delta), self._planned)
-
-    def _watched(self, watch: Callable[[Progress], None] | None) -> None:
-        if watch is not None:
-            watch(self._progress(self._spent(exact=False)))
+        spent = self._ledger.events, self.task.budget.delta
+        bound = math.inf if exact else min(rough_epsilon(*spent), self._planned)
+        return _epsilon(*spent, self.task.accountant) if exact else bound
 
     def _progress(self, epsilon: float) -> Progress:
         return Progress(

@@ -467,15 +467,14 @@ def rehearse(
     task: Task, contender: Contender, seed: int, noise: float, sample_rate: float | None = None
 ) -> float:
     """The accuracy of a run that nobody counts, with this noise multiplier; NaN if it diverged."""
-    if contender.method is None:
-        model, start = task.new_model(seed, contender.model), contender.seeded_start(seed)
-        assert start is not None
-        start.run(model, task.criterion)
-        return accuracy_and_loss(task, model)[0]
-    if isinstance(contender.method, FullBatch):
-        model = task.new_model(seed)
-        ledger, rate = Ledger(accountant="rdp"), contender.learning_rate
-        contender.method.fit(task, model, ledger, noise=noise, rate=rate)
+    start, method = contender.seeded_start(seed), contender.method
+    if method is None or isinstance(method, FullBatch):
+        model = task.new_model(seed, contender.model)
+        if method is not None:
+            ledger, rate = Ledger(accountant="rdp"), contender.learning_rate
+            method.fit(task, model, ledger, noise=noise, rate=rate)
+        elif start is not None:
+            start.run(model, task.criterion)
         return accuracy_and_loss(task, model)[0]
     training = Training(task, contender, seed)
     training.prepare(Ledger(), noise_multiplier=noise, sample_rate=sample_rate)
