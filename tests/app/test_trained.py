@@ -189,6 +189,39 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
         dpspan.load_run(run.path)
 
 
+def test_tables_are_prepared_as_in_training(folder: Path) -> None:
+    """A file, a mapping by column and a pandas frame; what was not seen before is no error."""
+    draw = np.random.default_rng(0)
+    ages, sides = draw.integers(20, 90, 120), draw.choice(["left", "right"], 120)
+    both = enumerate(zip(ages, sides, strict=True))
+    rows = [[f"P{n}", age, side, "yes" if age > 55 else "no"] for n, (age, side) in both]
+    for name, some in (("train.csv", rows[:100]), ("new.csv", [*rows[100:], ["", "", SECRET, ""]])):
+        with Path(name).open("w", newline="") as file:
+            csv.writer(file).writerows([["id", "age", "side", "ill"], *some])
+    columns = {
+        "id": {"kind": "id"},
+        "age": {"kind": "numeric", "low": 0, "high": 100, "indicator": True},
+        "side": {"kind": "categorical", "values": ["left", "right"]},
+    }
+    source = {"format": "csv", "path": "train.csv", "label": "ill"}
+    data = {"classes": ["no", "yes"], "private": source, "preprocessing": columns, "records": 100}
+    train(parse_config(yaml.safe_dump(settings(folder, data=data, budget=NOISY))))
+    Path("train.csv").unlink()
+    run = dpspan.load_run("run")
+    assert run.preprocessing is not None
+    assert run.sample_shape == (5,)
+    found = run.predict_proba("new.csv")
+    assert len(found) == 21
+    table = {"age": [*ages[100:], ""], "side": [*sides[100:], SECRET]}
+    np.testing.assert_allclose(run.predict_proba(table), found, atol=1e-6)
+    frame = pytest.importorskip("pandas").DataFrame(table)
+    np.testing.assert_allclose(run.predict_proba(frame), found, atol=1e-6)
+    with pytest.raises(ValueError, match="does not have: 'side'"):
+        run.predict({"age": [1]})
+    _, card, _ = export(run, "safetensors", "out")
+    assert "csv records (age, side)" in card.read_text()
+
+
 # -- export ---------------------------------------------------------------------------------------
 
 
