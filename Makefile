@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: setup demo test test-all test-machines test-gpu coverage dist lint types docs screenshots \
+.PHONY: setup demo test test-all test-machines test-gpu coverage dist lint types docs reference screenshots \
 	results experiment bench clean
 
 setup: .venv/.ready
@@ -64,6 +64,10 @@ dist: setup
 
 runs/demo/report.html:
 	$(MAKE) demo
+
+# docs/reference/configuration.md and commands.md, from the code
+reference: setup
+	$(BIN)/python tools/reference.py docs/reference
 
 screenshots: setup runs/demo/report.html
 	$(BIN)/python tools/screenshots.py runs/demo/report.html docs

@@ -437,3 +437,13 @@ def test_a_ledger_is_not_sent_to_another_process():
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="state_dict"):
             action(ledger)
+
+
+def test_as_notebooks_show_it() -> None:
+    ledger = Ledger(accountant="rdp", budget=Budget(epsilon=3.0, delta=1e-5))
+    ledger.charge(step_event(2.0, 0.01), 7)
+    assert repr(ledger) == "<Ledger: 7 releases, rdp, Budget(epsilon=3.0, delta=1e-05)>"
+    page = ledger._repr_html_()
+    assert f"<th>ε spent</th><td>{ledger.epsilon():.4g}</td>" in page
+    assert "<th>7</th><td>PoissonSampledDpEvent(" in page
+    assert "ε spent" not in Ledger()._repr_html_()

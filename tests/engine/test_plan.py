@@ -97,6 +97,7 @@ def test_it_reads_as_a_table() -> None:
     assert lines["sampling"].startswith("PoissonDraw(sample_rate=0.1, steps_per_epoch=10)")
     assert f"z = {engine.noise_multiplier:g}" == lines["noise"]
     assert "2 at δ = 1e-05 for 2 epochs" in str(engine.plan)
+    assert "<th>expected ε </th><td>2 at δ = 1e-05" in engine.plan._repr_html_()
     assert lines["public"] == "'leaflets' (GEP: public gradients)"
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import conftest
+from dpspan.app.config import Config
 
 TESTS = Path(__file__).parents[1]
 
@@ -110,3 +111,25 @@ def test_without_a_gpu_nothing_is_kept(
         tool("gpu_tests").main(["--out", str(tmp_path / "kept.json")])
     assert "no GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# -- the reference --------------------------------------------------------------------------------
+
+
+def test_the_reference_is_current() -> None:
+    for name, content in tool("reference").pages().items():
+        page = TESTS.parent / "docs" / "reference" / name
+        assert page.read_text() == content, f"{page} is not what the code says: make reference"
+
+
+def test_the_reference_has_every_key_and_command() -> None:
+    keys, commands = tool("reference").pages().values()
+    schema = Config.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for key in section.get("properties", ()):
+            assert f"| `{key}` |" in keys, key
+    for name in ("train", "predict", "export", "audit step", "verify"):
+        assert f"## `dpspan {name}`" in commands
+    assert "| `noise_multiplier` | number > 0, or nothing | `null` |" in keys
+    assert "### `method: {name: gep}`" in keys
+    assert "| `--folds` | Ways to cut the stand-in. | `4` |" in commands

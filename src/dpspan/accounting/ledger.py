@@ -23,7 +23,7 @@ from dpspan.accounting.epsilon import (
 from dpspan.accounting.events import event_from_json, event_to_json
 from dpspan.accounting.promises import Budget
 from dpspan.accounting.releases import Releases, added, beyond, releases_from_json, releases_to_json
-from dpspan.support.checks import check_count, check_delta, expect
+from dpspan.support.checks import check_count, check_delta, expect, html_table
 from dpspan.support.errors import BudgetExceeded
 
 _LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
@@ -71,6 +71,13 @@ class Ledger:
         self._public: dict[PublicRecord, None] = {}
         self._headroom: _Headroom | None = None
         self._spendings: dict[float, Spending] = {}
+
+    def __repr__(self) -> str:
+        return f"<Ledger: {self.steps} releases, {self.accountant}, {self.budget}>"
+
+    def _repr_html_(self) -> str:
+        spent = [] if self.budget is None else [("ε spent", f"{self.epsilon():.4g}")]
+        return html_table([("budget", self.budget), *spent, *((n, e) for e, n in self._events)])
 
     @classmethod
     def from_state(cls, state: Any) -> Self:

@@ -235,11 +235,12 @@ def check_names(
     path: Path, kind: str, wanted: Collection[str | None], found: Sequence[str], cure: str = ""
 ) -> None:
     """Refuse names that are not there. Those that are stay unsaid: a first line may be a record."""
-    for name in wanted:
-        if name is not None and list(found).count(name) != 1:
-            how = f"two {kind}s" if name in found else f"no {kind}"
-            hint = "" if name in found else near(name, found)
-            raise ValueError(f"{path} has {how} '{name}' among its {len(found)}{hint}.{cure}")
+    wrong = [name for name in wanted if name is not None and list(found).count(name) != 1]
+    if wrong:
+        how = f"two {kind}s" if wrong[0] in found else f"no {kind}"
+        hint = "" if wrong[0] in found or wrong[1:] else near(wrong[0], found)
+        names = ", ".join(map(repr, wrong))
+        raise ValueError(f"{path} has {how} {names} among its {len(found)}{hint}.{cure}")
 
 
 def optional(module: str, what: str, extra: str) -> Any:

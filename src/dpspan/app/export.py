@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -10,13 +9,10 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import nn
 
-import dpspan
 from dpspan.app.data import optional
 from dpspan.app.trained import TrainedRun
 from dpspan.support.checks import expect
 from dpspan.support.files import replacing
-
-Facts = dict[str, str]  # what a file says of its model, all of it public
 
 
 def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Path, ...]:
@@ -24,42 +20,45 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
 
     Args:
         run: what `dpspan.load_run` gives.
-        to: "safetensors", the weights; or "onnx" (the extra `onnx`), from inputs as the network
+        to: "safetensors", the weights; or "onnx" (the extra `onnx`), from inputs as the model
             takes them to the probabilities of the classes.
         out: a folder; `export` in that of the run by default.
     """
     expect(to in _WRITERS, f"a format out of {', '.join(_WRITERS)}", to)
     folder = run.folder / "export" if out is None else Path(out)
     expect(folder.resolve() != run.folder.resolve(), "another folder than the run's", str(folder))
-    # Not certificate.json: a report would take it for a run of its own, and count it twice.
-    names = (f"model.{to}", "MODEL_CARD.md", "model.certificate.json")
-    model, card, price = (folder / name for name in names)
-    stated = {
-        key: str(run.certificate[key]) for key in ("private", "epsilon", "delta", "adjacency")
-    }
-    facts = {**stated, "dpspan": dpspan.__version__, "classes": json.dumps(run.classes)}
+    model, card = folder / f"model.{to}", folder / "MODEL_CARD.md"
+    price = folder / "model.certificate.json"  # a report would take certificate.json for a run's
+    facts = {key: str(run.certificate[key]) for key in ("private", "epsilon", "delta", "adjacency")}
+    facts["classes"] = json.dumps(run.classes)
     with replacing(model, what="the model") as temporary:
         _WRITERS[to](run, temporary, facts)
+    loader = PackageLoader("dpspan.app.report")
+    template = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
+    inputs = getattr(run.config.data.private, "inputs", "one array")
+    inputs = inputs if run.preprocessing is None else run.preprocessing.used
+    columns = inputs if isinstance(inputs, str) else ", ".join(inputs)
+    about = {"certificate": run.certificate, "columns": columns}
+    text = template.get_template("model_card.md.j2").render(run=run, **about)
     with replacing(card, what="the model card") as temporary:
-        temporary.write_text(_card(run, to), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
     shutil.copy(run.folder / "certificate.json", price)
     return model, card, price
 
 
-def _safetensors(run: TrainedRun, path: Path, facts: Facts) -> None:
-    safetensors.torch.save_model(run.network, str(path), metadata={"format": "pt", **facts})
+def _safetensors(run: TrainedRun, path: Path, facts: dict[str, str]) -> None:
+    safetensors.torch.save_model(run.model, str(path), metadata={"format": "pt", **facts})
 
 
-def _onnx(run: TrainedRun, path: Path, facts: Facts) -> None:
+def _onnx(run: TrainedRun, path: Path, facts: dict[str, str]) -> None:
     optional("onnxscript", "Exports to ONNX", "onnx")
-    if run.sample_shape is None or run.subject.features is not None:
+    if run.sample_shape is None or run.config.features is not None:
         what = "a run of this dpspan, without a `features` section"
         raise ValueError(f"Exports to ONNX need {what}: export to safetensors instead.")
-    tokens = getattr(run.subject.data.private, "tokens", False)
-    kind = torch.int64 if tokens else torch.float32
+    tokens = getattr(run.config.data.private, "tokens", False)
     program = torch.onnx.export(
-        nn.Sequential(run.network, nn.Softmax(dim=1)).eval(),
-        (torch.zeros(2, *run.sample_shape, dtype=kind, device=run.device),),
+        nn.Sequential(run.model, nn.Softmax(dim=1)).eval(),
+        (torch.zeros(2, *run.sample_shape, dtype=torch.int64 if tokens else torch.float32),),
         input_names=["inputs"],
         output_names=["probabilities"],
         dynamic_shapes=({0: torch.export.Dim("records")},),
@@ -71,17 +70,4 @@ def _onnx(run: TrainedRun, path: Path, facts: Facts) -> None:
     program.save(path, external_data=False)
 
 
-_WRITERS: Mapping[str, Callable[[TrainedRun, Path, Facts], None]] = {
-    "safetensors": _safetensors,
-    "onnx": _onnx,
-}
-
-
-def _card(run: TrainedRun, to: str) -> str:
-    loader = PackageLoader("dpspan.app.report")
-    how = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
-    metrics = {name: value for name, value in run.metrics.items() if name.startswith("test_")}
-    columns = getattr(run.subject.data.private, "inputs", "")
-    return how.get_template("model_card.md.j2").render(
-        run=run, to=to, certificate=run.certificate, metrics=metrics, columns=columns
-    )
+_WRITERS = {"safetensors": _safetensors, "onnx": _onnx}

@@ -1,27 +1,27 @@
 """A trained model in use: read from the folder of its run, with all that belongs to it."""
 
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.schema import parse_certificate
-from dpspan.app.config import Subject, load_config
-from dpspan.app.config.sections import CheckpointSection, FactorySection, OwnSection
+from dpspan.app.config import Config, load_config
+from dpspan.app.config.sections import CheckpointSection, FactorySection
 from dpspan.app.data import Source, load
+from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.columns import frozen_columns
+from dpspan.app.run.evaluation import classified
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
-from dpspan.app.run.from_config import Like, load_weights, new_model
-from dpspan.app.tables import Table
-from dpspan.public.patches import PatchFeatures
+from dpspan.app.run.from_config import FEATURES, load_weights, new_model
 from dpspan.support.randomness import seeded
 
-_BATCH = 1024
 _UNLABELLED = {"label": None, "labels": None, "labelled": False}
 
 
@@ -30,133 +30,99 @@ class TrainedRun:
     """A model with its data pipeline, its classes and its price; made by `load_run`."""
 
     folder: Path
-    subject: Subject  # the sections of the configuration about data and model
+    config: Config
     classes: tuple[str, ...]  # in the order of the model's outputs
-    model: nn.Module = field(repr=False)  # in evaluation mode
-    network: nn.Module = field(repr=False)  # the model behind the layer of `features`, if any
-    sample_shape: tuple[int, ...] | None  # of what the model takes
+    model: nn.Module  # in evaluation mode, behind the frozen layer of `features` if there is one
+    sample_shape: tuple[int, ...] | None  # of what is trained
     certificate: dict[str, Any]
     epsilon: float  # of everything that was released on the way to the model
     delta: float
-    metrics: dict[str, Any]  # the last line of them; names may say unprivate_
-    device: torch.device
+    preprocessing: Preprocessing | None  # what becomes of a table's columns
+    metrics: dict[str, Any]  # the last line of them, and what is in evaluation.json
 
     def __repr__(self) -> str:
-        what = f"{type(self.model).__name__}, {len(self.classes)} classes"
         private = "" if self.certificate["private"] else ", NOT PRIVATE"
         price = f"ε = {self.epsilon:.4g} at δ = {self.delta:g}{private}"
-        return f"<TrainedRun of {self.folder}: {what}, {price}>"
+        return f"<TrainedRun of {self.folder}: {len(self.classes)} classes, {price}>"
 
     def source(self, path: str | Path) -> Source:
         """New records at this path, in the format and with the columns of the private ones."""
-        private, path = self.subject.data.private, Path(path)
+        private = self.config.data.private
         unlabelled = {k: v for k, v in _UNLABELLED.items() if k in type(private).model_fields}
-        source: Source = private.model_copy(update={**unlabelled, "path": path})
-        if isinstance(source, Table) and path.exists():
-            missing = [name for name in source.inputs if name not in source.columns]
-            if missing:
-                of = f"{len(missing)} of the {len(source.inputs)} columns that the model takes"
-                raise ValueError(f"{path} lacks {of}: {', '.join(missing)}.")
-        return source
+        return private.model_copy(update={**unlabelled, "path": Path(path)})
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
-        """The probability of each class, (records, classes).
+        """The probability of each class, (records, classes), of a file like the one trained on.
 
-        Args:
-            data: the path of a file (or folder) like the one trained on, with or without labels;
-                or an array of inputs as the network takes them, scaled already.
+        Or of an array of inputs as the model takes them, scaled already; or, where the run has
+        data.preprocessing, of a table in memory: a mapping by column, or a pandas frame.
         """
+        classes, columns = self.config.data.classes, self.preprocessing
         if isinstance(data, str | Path):
-            inputs = load(self.source(data), classes=self.subject.data.classes).tensors[0]
+            inputs = load(self.source(data), classes=classes, preprocessing=columns).tensors[0]
+        elif columns is not None and hasattr(data, "keys"):
+            inputs = torch.from_numpy(columns.transform(data))
         else:
-            inputs = self._numbers(data)
+            kind = np.int64 if getattr(self.config.data.private, "tokens", False) else np.float32
+            try:
+                inputs = torch.from_numpy(np.asarray(data).astype(kind))
+            except (TypeError, ValueError):
+                raise ValueError("Expected data to be a path, or an array of numbers.") from None
+        given, wanted = tuple(inputs.shape[1:]), self.sample_shape
+        if wanted not in (None, given) and self.config.features is None:
+            raise ValueError(f"Expected samples of shape {wanted} for the model, got {given}.")
         with torch.no_grad():
-            found = [self._outputs(part.to(self.device)) for part in inputs.split(_BATCH)]
-        return np.asarray(torch.cat(found).double().softmax(1).cpu().numpy())
+            outputs = torch.cat([self.model(part) for part in inputs.split(1024)])
+        return np.asarray(outputs.double().softmax(1).numpy())
 
     def predict(self, data: Any) -> NDArray[np.str_]:
-        """The name of the most probable class of each record, (records,)."""
+        """The name of each record's class, (records,): see the section `evaluate`."""
         return self.named(self.predict_proba(data))
 
     def named(self, probabilities: NDArray[np.float64]) -> NDArray[np.str_]:
-        """The class that follows from the probabilities of each record."""
-        return np.asarray(np.array(self.classes)[probabilities.argmax(1)])
-
-    def _numbers(self, data: Any) -> Tensor:
-        kind = np.int64 if getattr(self.subject.data.private, "tokens", False) else np.float32
-        try:
-            given = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
-            return torch.from_numpy(np.array(given, dtype=kind))
-        except (TypeError, ValueError):
-            raise ValueError("Expected data to be a path, or an array of numbers.") from None
-
-    def _outputs(self, inputs: Tensor) -> Tensor:
-        try:
-            outputs: Tensor = self.network(inputs)
-        except (RuntimeError, ValueError, IndexError, TypeError):  # whose words may quote data
-            given, wanted = tuple(inputs.shape[1:]), self.sample_shape or "others"
-            said = f"Samples of shape {given} do not fit the model, which takes {wanted}."
-            raise ValueError(said) from None
-        return outputs
+        """The classes that follow from probabilities."""
+        found = classified(probabilities, self.config.evaluate.threshold)
+        return np.asarray(np.array(self.classes)[found])
 
 
-def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> TrainedRun:
-    """The model of a finished run, ready to predict; no data of the run are opened.
+def load_run(path: str | Path) -> TrainedRun:
+    """The model of a finished run of `dpspan train` or `tune`, ready to predict.
 
-    Args:
-        path: the folder of a run of `dpspan train` or `tune`, or of one run of `compare`.
-        device: where to predict.
+    No data of the run are opened, nor is what its model began with.
     """
     folder = RunFolder(path)
-    if not folder.model.exists():
-        cure = "Name the folder of a run that has ended"
-        raise FileNotFoundError(f"There is no {folder.model.name} in {folder.path}. {cure}.")
-    facts, subject = folder.facts or {}, _subject(folder)
-    shape, classes = facts.get("sample_shape"), subject.data.classes
+    for needed in (folder.model, folder.config):
+        if not needed.exists():
+            cure = "Name the folder of a run of `dpspan train` that has ended"
+            raise FileNotFoundError(f"There is no {needed.name} in {folder.path}. {cure}.")
+    config, shape = load_config(folder.config), (folder.facts or {}).get("sample_shape")
+    if isinstance(config.model, CheckpointSection):
+        kept = config.model.model_dump(include={"factory", "arguments", "fix"})
+        config = config.model_copy(update={"model": FactorySection(**kept)})
+    classes = config.data.classes
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else classes
-    if shape is None and not isinstance(subject.model, OwnSection):
-        early = "was made by an earlier dpspan, which did not note the shape of samples"
-        raise ValueError(f"{folder.path} {early}: load its weights into a network of your own.")
-    if facts.get("status") == "diverged":
-        worth = "its predictions are worth nothing"
-        warnings.warn(f"dpspan: {folder.path} has diverged in training: {worth}.", stacklevel=2)
+    like: Any = SimpleNamespace(shape=tuple(shape or ()), classes=len(names))
     with seeded(0):  # of weights that are replaced at once
-        model = new_model(subject, Like(shape=tuple(shape or ()), classes=len(names)))
+        model = new_model(config, like)
     load_weights(model, folder.model)
     certificate = read_json(folder.certificate)
     stated = parse_certificate(certificate).training.get("weights_sha256")
     if stated not in (None, weights_sha256(model.state_dict())):  # ε is of those, and of no others
         other = f"is not the model that {folder.certificate.name} is about"
         raise ValueError(f"{folder.model} {other}: restore the one that was trained.")
-    network, kept = model, folder.kept_features(wanted=subject.features is not None)
-    if kept is not None:
-        network = nn.Sequential(PatchFeatures.load(kept), model)
+    layer = folder.kept_features(wanted=config.features is not None)
+    if layer is not None and config.features is not None:
+        model = nn.Sequential(FEATURES[config.features.name].load(layer), model)
+    found = read_json(folder.evaluation) if folder.evaluation.exists() else {}
     return TrainedRun(
         folder=folder.path,
-        subject=subject,
+        config=config,
         classes=names,
-        model=model,
-        network=network.to(device).eval(),
-        sample_shape=None if shape is None else tuple(shape),
+        model=model.eval(),
+        sample_shape=shape and tuple(shape),
         certificate=certificate,
         epsilon=float(certificate["epsilon"]),
         delta=float(certificate["delta"]),
-        metrics=next(iter(read_lines(folder.metrics)[-1:]), {}),
-        device=torch.device(device),
+        preprocessing=frozen_columns(config, folder),
+        metrics={**next(iter(read_lines(folder.metrics)[-1:]), {}), **found},
     )
-
-
-def _subject(folder: RunFolder) -> Subject:
-    """From the configuration; a run of `compare` has it in its settings."""
-    if folder.config.exists():
-        found: Subject = load_config(folder.config)
-    else:
-        about = ((folder.facts or {}).get("settings") or {}).get("about") or {}
-        if not {"data", "model"} <= about.keys():
-            unknown = "does not say how its model is built"
-            raise ValueError(f"{folder.path} {unknown}: it was not made from a configuration.")
-        found = Subject.model_validate({k: about[k] for k in Subject.model_fields if k in about})
-    if isinstance(found.model, CheckpointSection):  # what it began with is not needed any more
-        kept = found.model.model_dump(include={"factory", "arguments", "fix"})
-        found = found.model_copy(update={"model": FactorySection(**kept)})
-    return found

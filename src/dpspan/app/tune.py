@@ -39,18 +39,16 @@ from dpspan.app.config import Config, load_config
 from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
-from dpspan.app.run.training import Training, accuracy_and_loss, in_batches
+from dpspan.app.run.training import Training, accuracy_and_loss, outputs_on
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.sampling import PoissonDraw
-from dpspan.public.data import PublicData, move
+from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, expect
-from dpspan.support.left_as_found import left_as_found
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.strict_json import plain
 
 _AROUND = 10.0  # times, to both sides of the configuration's own learning rate
 _SCORE_SHARE = 0.1  # of ε, which is what the score of one try would cost by itself
-_BATCH = 1024
 _DIVERGED = -1.0  # the score of weights that grew without bound
 Range = tuple[float, float]
 
@@ -259,12 +257,8 @@ class _Search:
         if noise is None:
             task = dataclasses.replace(self._task, test=self._scores)
             return accuracy_and_loss(task, training.model)[0]
-        right = []
-        with left_as_found(training.model, mode="evaluation"), torch.no_grad():
-            for batch in in_batches(self._task.private, _BATCH):
-                inputs, labels = move(batch, torch.device(self._task.device))
-                right.append((training.model(inputs).argmax(1) == labels).cpu())
-        return private_metric(torch.cat(right), noise_multiplier=noise).value
+        outputs, labels = outputs_on(self._task, self._task.private, training.model)
+        return private_metric((outputs.argmax(1) == labels).cpu(), noise_multiplier=noise).value
 
     def _tuned(self, found: dict[str, float]) -> Config:
         config = self.config
@@ -315,13 +309,9 @@ class _Search:
         folder.append(folder.metrics, [plain(line)])
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         folder.write_text(folder.config, str(text))
-        folder.write_facts(
-            settings=config.fixed(),
-            seed=config.training.seed,
-            status="finished",
-            diverged=None,
-            sample_shape=self._task.sample_shape,
-        )
+        shape = self._task.sample_shape
+        done: dict[str, Any] = {"status": "finished", "diverged": None, "sample_shape": shape}
+        folder.write_facts(settings=config.fixed(), seed=config.training.seed, **done)
         shutil.rmtree(self._file.parent)
         return Tuned(
             folder=folder.path,

@@ -15,7 +15,7 @@ from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
-from dpspan.support.checks import check_count, check_number, check_positive, expect
+from dpspan.support.checks import check_count, check_number, check_positive, expect, html_table
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.secure import SECURE
@@ -138,6 +138,9 @@ class Plan:
             "public": "; ".join(self.public) or "nothing",
         }
         return "\n".join(f"{name:<11} {value}" for name, value in lines.items() if value)
+
+    def _repr_html_(self) -> str:
+        return html_table((line[:11], line[12:]) for line in str(self).splitlines())
 
     def _expected(self) -> str:
         if self.noise_multiplier == 0:

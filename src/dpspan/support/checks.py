@@ -3,7 +3,8 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from html import escape
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,6 +24,12 @@ def shown(value: Any) -> str:
         return repr(value)
     size = f" of {len(value)}" if isinstance(value, list | tuple | str | dict | set) else ""
     return f"a {type(value).__name__}{size}"
+
+
+def html_table(rows: Iterable[tuple[Any, Any]]) -> str:
+    """Names and values, for a notebook."""
+    cells = ((escape(str(name)), escape(str(value))) for name, value in rows)
+    return f"<table>{''.join(f'<tr><th>{n}</th><td>{v}</td></tr>' for n, v in cells)}</table>"
 
 
 def near(name: str, known: Collection[str]) -> str:

@@ -41,18 +41,25 @@ def train(
     from rich.progress import Progress as Bar
 
     from dpspan.app.run import train as run_training
+    from dpspan.app.run.evaluation import sentences
 
     epoch = TextColumn("epoch {task.fields[epoch]}")
-    spent = TextColumn("ε = {task.fields[epsilon]}{task.fields[accuracy]}")
+    spent = TextColumn("ε ≤ {task.fields[epsilon]}{task.fields[accuracy]}")
     columns = (epoch, BarColumn(), MofNCompleteColumn(), spent, TimeRemainingColumn())
     speaks = os.environ.get("RANK", "0") == "0"  # of several processes the first
-    hidden = as_json or quiet or not speaks
-    bar = Bar(*columns, console=Console(stderr=True), disable=hidden)
+    hidden, console = as_json or quiet or not speaks, Console(stderr=True)
+    bar = Bar(*columns, console=console, disable=hidden or not console.is_terminal)
     task = bar.add_task("", total=None, epoch="…", epsilon="…", accuracy="")
-    stopper = _Stopper()
+    stopper, said = _Stopper(), set[int]()  # epochs
 
     def watch(progress: Progress) -> None:
         stopper.armed = True
+        if not hidden and not said:
+            say(progress.plan)
+        elif not (hidden or console.is_terminal or progress.epoch in said):  # a file has no bar
+            price = f"ε ≤ {progress.epsilon:.3f}{_accuracy(progress)}"
+            say(f"epoch {progress.epoch}/{progress.epochs}, step {progress.step}, {price}")
+        said.add(progress.epoch)
         bar.start()  # only now: whatever is wrong with the configuration has been said
         bar.update(
             task,
@@ -69,7 +76,8 @@ def train(
         stack.callback(lambda: bar.stop() if bar.live.is_started else None)
         result = run_training(config, resume=resume, watch=watch, stop=stopper)
     if speaks:
-        answer(result.describe(), as_json=as_json, note=_summary(result, config))
+        found, summary = sentences(result.evaluation), _summary(result, config)
+        answer(result.describe(), *found, as_json=as_json, note=summary)
     if result.status == "stopped":
         raise typer.Exit(130)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
+from dpspan.support.checks import expect
 from dpspan.support.files import replacing
 
 _Run = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
@@ -26,34 +27,27 @@ def predict_command(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict the class of each record of DATA, with the probabilities of all classes.
-
-    Predictions are about the records in DATA: keep them as those are kept.
-    """
-    for path in (run, data):
-        check_exists(path)
+    """Predict each record's class and probabilities; keep them as safe as DATA."""
+    check_exists(run)
+    check_exists(data)
     from dpspan.app.trained import load_run
 
     trained = load_run(run)
     ids = None if id_column is None else trained.source(data).ids(id_column)
-    if id_column is not None and ids is None:
-        raise ValueError(f"{data} has no column '{id_column}' to copy: correct --id.")
+    expect(ids is not None or not id_column, f"--id to be a column of {data}", id_column)
     probabilities = trained.predict_proba(data)
-    predicted = trained.named(probabilities)
-    places = range(1, len(predicted) + 1) if ids is None else ids
+    places = range(1, len(probabilities) + 1) if ids is None else ids
+    predicted = zip(places, trained.named(probabilities), probabilities.round(6), strict=True)
     header = [id_column or "row", "prediction", *(f"p_{name}" for name in trained.classes)]
-    columns = zip(places, predicted.tolist(), probabilities.round(6).tolist(), strict=True)
-    rows = [[place, name, *row] for place, name, row in columns]
-    text = io.StringIO()
+    rows = [[place, str(name), *each.tolist()] for place, name, each in predicted]
+    text, note = io.StringIO(), f"Wrote {len(rows)} predictions to {to}."
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    note = ""
     if to is not None:
         with replacing(to, what="the predictions") as temporary:
             temporary.write_text(text.getvalue(), encoding="utf-8")
-        note = f"Wrote {len(rows)} predictions to {to}. The model: ε = {trained.epsilon:.4g}."
     elif not as_json:
         typer.echo(text.getvalue(), nl=False)
-    answer({"columns": header, "rows": rows}, as_json=as_json, quiet=quiet, note=note)
+    answer({"columns": header, "rows": rows}, as_json=as_json, quiet=quiet or not to, note=note)
 
 
 @app.command(name="export")
@@ -66,10 +60,7 @@ def export_command(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write RUN's model for use elsewhere, with a model card and the certificate.
-
-    ε, δ and the classes are in the file's own metadata, too.
-    """
+    """Write RUN's model for use elsewhere, with a model card; its metadata hold ε, too."""
     check_exists(run)
     from dpspan.app.export import export
     from dpspan.app.trained import load_run

@@ -128,6 +128,19 @@ class ChooseSection(Section):
     mechanism: Literal["permute-and-flip", "exponential"] = "permute-and-flip"
 
 
+class EvaluateSection(Section):
+    """How models are judged on data.test.
+
+    The second of two classes is predicted from a probability of `threshold` on, by `dpspan predict`
+    too. `by` is a column of the test data, for results of each of its values. Where test data are
+    not public, `noise_multiplier` releases one accuracy with that noise, within the budget.
+    """
+
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    by: str | None = None
+    noise_multiplier: Positive | None = None
+
+
 class OutputSection(Section):
     """What is written where.
 
@@ -152,23 +165,19 @@ class ReportSection(Section):
     contact: str | None = None
 
 
-class Subject(Section):
-    """What is learnt, from which data: all that it takes to use the result."""
+class Config(Section):
+    """A run."""
 
     data: DataSection
     features: AnyFeatures | None = None
     model: AnyModel
-    trainable: AnyTrainable | None = None
-
-
-class Config(Subject):
-    """A run."""
-
     method: AnyMethod
     budget: BudgetSection
     training: TrainingSection
+    trainable: AnyTrainable | None = None
     warm_start: WarmStartSection | None = None
     choose: ChooseSection | None = None
+    evaluate: EvaluateSection = EvaluateSection()
     output: OutputSection
     report: ReportSection | None = None
 
@@ -183,6 +192,10 @@ class Config(Subject):
                     f"{section}.public",
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
+        if self.data.test is None and self.evaluate != EvaluateSection():
+            refuse("evaluate", "Expected data.test, by which models are judged.")
+        if self.evaluate.noise_multiplier and (self.data.test_is_public or self.data.unit):
+            refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
         method, name = self.method, getattr(self.method, "public", None)
         simple = self.model.name == "logistic" and not (self.warm_start or self.trainable)
         if isinstance(method, ConvexSection) and not simple:
@@ -208,8 +221,11 @@ class Config(Subject):
         """What must not change between parts of a run: all but where it runs and what it logs."""
         where = {"device": True, "physical_batch_size": True, "cuda_graphs": True}
         bits = {"secure_mode": True}  # a checkpoint knows where its noise came from
-        left_out = {"output": True, "report": True, "training": where, "budget": bits}
-        return self.model_dump(mode="json", exclude=left_out)
+        left_out: Any = {"output": True, "report": True, "training": where, "budget": bits}
+        found = self.model_dump(mode="json", exclude=left_out)
+        if self.evaluate == EvaluateSection():  # older folders do not know it
+            del found["evaluate"]
+        return found
 
 
 def load_config(path: str | Path) -> Config:

@@ -304,15 +304,9 @@ class ConvexSection(Section):
     """
 
     name: Literal[
-        "gd",
-        "constrained",
-        "projected",
-        "adagrad",
-        "adagrad-diagonal",
-        "adagrad-released",
-        "projected-adagrad",
-        "projected-adagrad-released",
-    ]
+        "gd", "constrained", "projected", "adagrad", "adagrad-diagonal", "adagrad-released",
+        "projected-adagrad", "projected-adagrad-released",
+    ]  # fmt: skip
     clip: Positive = 1.0
     steps: Count = 30
     learning_rate: Positive | None = None
@@ -326,9 +320,8 @@ class ConvexSection(Section):
         from dpspan.app.run.full_batch import FullBatch
         from dpspan.convex.methods import METHODS
 
-        usual = METHODS[self.name]
-        rate = self.learning_rate or usual.learning_rate
-        method = dataclasses.replace(usual, steps=self.steps, learning_rate=rate)
+        rate = self.learning_rate or METHODS[self.name].learning_rate
+        method = dataclasses.replace(METHODS[self.name], steps=self.steps, learning_rate=rate)
         return FullBatch(method=method, clip=self.clip, public=public)
 
 

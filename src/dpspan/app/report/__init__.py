@@ -16,6 +16,7 @@ from dpspan.accounting.releases import releases_from_json
 from dpspan.app.comparison.results import ended_early, label
 from dpspan.app.report import figures
 from dpspan.app.report.reading import UNPRIVATE, Found, Run, read
+from dpspan.app.run.evaluation import SHOWN
 from dpspan.support.files import replacing
 
 _METRICS = ("test_accuracy", "test_loss")
@@ -70,6 +71,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "metric": metric,
         "loss": loss,
         "rows": rows,
+        "shown": SHOWN,
         "verdicts": [*said.get("verdicts", ()), *said.get("unprivate_verdicts", ())],
         "pictures": figures.pictures(found, metric, loss, values),
         "spent": _alone(most.certificate),

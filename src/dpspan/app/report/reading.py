@@ -32,6 +32,7 @@ class Run:
     diagnostics: list[dict[str, Any]]
     settings: str  # as they were written down
     audit: dict[str, Any]  # what an attack found, which is never private
+    results: dict[str, dict[str, Any]]  # on test data, of all records and of groups
 
     @property
     def epsilon(self) -> float:
@@ -147,6 +148,7 @@ def without_unprivate(value: Any) -> Any:
 
 def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], Any]) -> Run:
     facts = read_json(folder.run) if folder.run.exists() else {}
+    found = shown(read_json(folder.evaluation)) if folder.evaluation.exists() else {}
     about = facts.get("settings", {})
     name = about.get("name", folder.path.resolve().name)
     text = json.dumps(about or certificate["training"], indent=2, ensure_ascii=False)
@@ -163,6 +165,7 @@ def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], 
         diagnostics=shown(_lines(folder.diagnostics)),
         settings=text,
         audit=shown(read_json(folder.audit)) if folder.audit.exists() else {},
+        results=next((groups for key, groups in found.items() if key.endswith("results")), {}),
     )
 
 

@@ -52,7 +52,7 @@ class RunFolder:
         self.choice, self.audit = path / "choice.json", path / "audit.json"
         self.metrics, self.diagnostics = path / "metrics.jsonl", path / "diagnostics.jsonl"
         self.checkpoint, self.model = path / "checkpoint.safetensors", path / "model.safetensors"
-        self.features = path / "features.safetensors"
+        self.features, self.evaluation = path / "features.safetensors", path / "evaluation.json"
         self.preprocessing, self.about = path / "preprocessing.json", path / "about.json"
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
-from dpspan.app.config import Config, Subject, parse_config
+from dpspan.app.config import Config, parse_config
 from dpspan.app.config.sections import (
     AnyModel,
     CheckpointSection,
@@ -31,8 +31,8 @@ from dpspan.app.config.sections import (
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
+from dpspan.app.run.evaluation import Evaluation
 from dpspan.app.run.folder import RunFolder, read_json
-from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.training import Contender, FixedNoise, Task, in_batches
 from dpspan.app.section import read_text
@@ -50,6 +50,7 @@ from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 from dpspan.support.units import Units
 
+FEATURES: Mapping[str, Any] = {"patches": PatchFeatures, "pretrained": PretrainedFeatures}
 _SECRET = "This message depends on private data: do not publish it."
 _GO_BACK = "Go back to those, or choose another output folder."
 
@@ -117,6 +118,10 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
             parts.layer.save(folder.features)
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
+    judge, tested = config.evaluate, config.data.test
+    groups = None if judge.by is None or tested is None else tested.ids(judge.by)
+    expect(judge.by is None or groups is not None, "evaluate.by to be a column there", judge.by)
+    unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
     return Run(
@@ -129,6 +134,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         preprocessing=columns,
         output=config.output,
         processes=processes,
+        evaluation=Evaluation(section=judge, groups=groups, unseen=unseen),
     )
 
 
@@ -252,7 +258,7 @@ def _layer(
     if section is None:
         return None
     data = public[section.public]
-    kind: Any = PatchFeatures if section.name == "patches" else PretrainedFeatures
+    kind = FEATURES[section.name]
     if kept is None:
         return kind.learn(data, **section.settings, seed=seed, device=device)
     layer = kind.load(kept, data)
@@ -262,14 +268,7 @@ def _layer(
     return layer.to(device)
 
 
-class Like(NamedTuple):
-    """Samples that are not here, as far as a model has to know them."""
-
-    shape: tuple[int, ...]
-    classes: int
-
-
-def new_model(config: Subject, like: Loaded | Like) -> nn.Module:
+def new_model(config: Config, like: Loaded) -> nn.Module:
     """The model for samples like these with new weights, from torch's generator."""
     model = draw_model(config.model, like)
     if config.trainable is not None:
@@ -279,7 +278,7 @@ def new_model(config: Subject, like: Loaded | Like) -> nn.Module:
     return model
 
 
-def draw_model(section: AnyModel, data: Loaded | Like) -> nn.Module:
+def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
     """The network for samples like these, with random weights from torch's generator."""
     if isinstance(section, OwnSection):
         model: nn.Module = _imported(section.factory)(**section.arguments)
@@ -312,7 +311,7 @@ def draw_model(section: AnyModel, data: Loaded | Like) -> nn.Module:
     return standardised(model) if section.standardised else model
 
 
-def _image_shape(name: str, data: Loaded | Like, channels: int | None = None) -> tuple[int, ...]:
+def _image_shape(name: str, data: Loaded, channels: int | None = None) -> tuple[int, ...]:
     if len(data.shape) != 3 or channels not in (None, data.shape[0]):
         kind = "images" if channels is None else f"images of {channels} channels"
         raise ValueError(
@@ -452,7 +451,7 @@ def contender_of(
     if (section := config.warm_start) is not None:
         start = section.build(public[section.public], config.trainable, seed=training.seed)
     method = config.method.build(None if named is None else public[named], steps=steps)
-    convex = method.method if isinstance(method, FullBatch) else None
+    convex = getattr(method, "method", None)
     return Contender(
         name=name,
         method=method,

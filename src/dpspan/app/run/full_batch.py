@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
-from dpspan.accounting.promises import Budget
 from dpspan.convex.estimators import PrivateLogisticRegression, configuration
 from dpspan.convex.methods import Method
 from dpspan.convex.public_rows import PublicRows
 from dpspan.public.data import PublicData
 
 if TYPE_CHECKING:
-    from dpspan.app.run.training import Task
+    from dpspan.app.run.training import Spent, Task
 
 _TOLD = f"{RECORDS_TOLD}: sums are divided by it. State data.records if it is a secret"
 
@@ -38,19 +37,21 @@ class FullBatch:
         how = configuration(self.method)
         return {"method": how.pop("name"), "clip": self.clip, **how}
 
-    def noise_for(self, budget: Budget, spent: Any, accountant: str) -> float:
-        """z of a step, beside what is spent."""
-        steps = self.method.steps
-        return calibrate_event(GaussianDpEvent, steps, budget, accountant=accountant, spent=spent)
+    def noise_for(self, task: Task, spent: Spent) -> float:
+        """z of a step: the task's, or what its budget pays for beside what is spent."""
+        asked: Any = (self.method.steps, task.budget)
+        how: dict[str, Any] = {"accountant": task.accountant, "spent": spent}
+        z: float | None = getattr(task.budget, "noise_multiplier", None)
+        return z or calibrate_event(GaussianDpEvent, *asked, **how)
 
     def fit(
         self, task: Task, model: nn.Module, ledger: Ledger, *, noise: float, rate: Any
     ) -> dict[str, Any]:
         """Put the fitted weights into the model, which is linear; the certificate's `training`."""
-        batches = zip(*DataLoader(task.private, batch_size=1024), strict=True)
-        x, y = (torch.cat(part) for part in batches)
+        x, y = _whole(DataLoader(task.private, batch_size=1024))
         (linear,) = (each for each in model.modules() if isinstance(each, nn.Linear))
-        estimator = PrivateLogisticRegression(
+        ledger.warn(*[_TOLD] * (task.records is None))
+        fitted = PrivateLogisticRegression(
             delta=task.budget.delta,
             method=dataclasses.replace(self.method, learning_rate=rate),
             clip=self.clip,
@@ -59,23 +60,19 @@ class FullBatch:
             secure_mode=task.secure_mode,
             classes=range(linear.out_features),
         )
-        if task.records is None:
-            ledger.warn(_TOLD)
-        groups = None if task.units is None else task.units.owners
-        estimator.fit(_rows(x), y.numpy(), public=self._known(), ledger=ledger, groups=groups)
-        found = torch.from_numpy(estimator.coef_), torch.from_numpy(estimator.intercept_)
+        public, groups = None, None if task.units is None else task.units.owners
+        if self.public is not None:
+            rows, *labels = _whole(self.public.batches)
+            public = PublicRows(x=rows, y=next(iter(labels), None), name=self.public.name)
+        fitted.fit(x, y, public=public, ledger=ledger, groups=groups)
         with torch.no_grad():
-            for weights, fitted in zip((linear.weight, linear.bias), found, strict=True):
-                weights.zero_()[-len(fitted) :] = fitted  # of two classes the second has all
+            for to, found in ((linear.weight, fitted.coef_), (linear.bias, fitted.intercept_)):
+                to.zero_()[-len(found) :] = torch.from_numpy(found)  # of two classes the second
         digest = weights_sha256(model.state_dict())
-        return {**estimator.certificate_["training"], "weights_sha256": digest}
-
-    def _known(self) -> PublicRows | None:
-        if self.public is None:
-            return None
-        x, *y = (torch.cat(part) for part in zip(*self.public.batches, strict=True))
-        return PublicRows(x=_rows(x), y=y[0].numpy() if y else None, name=self.public.name)
+        return {**fitted.certificate_["training"], "weights_sha256": digest}
 
 
-def _rows(x: torch.Tensor) -> Any:
-    return x.flatten(1).double().numpy()
+def _whole(batches: Any) -> list[Any]:
+    """Rows, and labels if there are any."""
+    x, *y = (torch.cat(part) for part in zip(*batches, strict=True))
+    return [x.flatten(1).double().numpy(), *(each.numpy() for each in y)]

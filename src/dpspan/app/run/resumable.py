@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpspan.accounting.certificate import certificate, sha256_of
-from dpspan.accounting.epsilon import account
+from dpspan.accounting.epsilon import account, rough_epsilon
+from dpspan.accounting.events import gaussian_event
 from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import weaknesses
 from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
 from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.run.evaluation import Evaluation
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.prospects import doubts
 from dpspan.app.run.training import (
     Contender,
-    FixedNoise,
     Spent,
     Status,
     Task,
@@ -35,14 +36,14 @@ from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
 from dpspan.support.strict_json import plain
 
-_SHARE_OF_TIME = 0.02  # that may go into ε for the eyes of whoever watches
 _DIVERGED = "the weights grew without bound: lower the learning rate"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run is; nothing of it is private. ε may be some steps old."""
+    """Where a run is; nothing of it is private. ε is a bound, and exact at the end."""
 
+    plan: str  # the run in one line
     step: int
     steps: int
     epoch: int
@@ -58,6 +59,7 @@ class Result(Progress):
     folder: Path
     status: Status
     delta: float
+    evaluation: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder)}
@@ -83,6 +85,7 @@ class Run:
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
+    evaluation: Evaluation = field(default_factory=Evaluation)  # of the model that comes out
 
     def __post_init__(self) -> None:
         self.training = Training(self.task, self.contender, self.seed)
@@ -91,7 +94,7 @@ class Run:
         self._scalars: Any = None  # a writer for TensorBoard
         self._line: dict[str, Any] | None = None
         self._notes = 0  # of the engine's diagnostics, written
-        self._epsilon, self._old_at = 0.0, 0.0  # for the eyes of whoever watches
+        self._plan, self._planned = "", math.inf  # the run in one line, and its ε
 
     # -- starting -------------------------------------------------------------------------------
 
@@ -105,6 +108,8 @@ class Run:
         found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
         self._ledger.warn(*found)
         self._note_unprivate()
+        if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
+            self._ledger.charge(gaussian_event(self.evaluation.section.noise_multiplier or 1.0))
         if isinstance(self.contender.method, FullBatch):
             self._ledger.warn(*doubts(task))
             self._declare_test()
@@ -177,7 +182,9 @@ class Run:
             return self._fit(self.contender.method)
         training, told = self.training, False
         apart = 1 if self.lines is None else max(1, self.task.epochs // self.lines)
-        self._watched(watch)
+        self._foresee()
+        watch = watch or (lambda _: None)
+        watch(self._progress(self._spent(exact=False)))
         self._write_facts(None)
         if not self.folder.checkpoint.exists():
             # A run that dies early finds its public training, and its price, again.
@@ -187,7 +194,7 @@ class Run:
             if end_of_epoch and (ended or training.epoch % apart == 0):
                 known = self._line is not None and self._line["step"] == training.step
                 self._save(measured=not known)
-            self._watched(watch)
+            watch(self._progress(self._spent(exact=False)))
             told = not ended and stop is not None and self.processes.any(stop())
             every = self._output.checkpoint_every
             if not end_of_epoch and (told or (every and training.step % every == 0)):
@@ -196,10 +203,12 @@ class Run:
                 break
         if self._scalars is not None:
             self._scalars.close()
+        document = training.engine.certificate(self.task.budget.delta)
         if told:
+            self.folder.write_ledger(self._ledger)
+            self._certify(document)
             result = self._result("stopped")
         else:
-            document = training.engine.certificate(self.task.budget.delta)
             training.engine.detach()
             result = self._finish(training.status or "finished", document)
         self.processes.any(False)  # nobody leaves, and ends the others, before all is written
@@ -209,6 +218,8 @@ class Run:
         """The price first, as ever; `run.json` says last that all is there."""
         self.folder.write_ledger(self._ledger)
         self._certify(document)
+        found = self.evaluation.results(self.task, self.training.model, self._evaluated)
+        self.folder.write_json(self.folder.evaluation, found)
         self.folder.write_model(self.training.model)
         self._write_facts(status)
         return self._result(status)
@@ -245,14 +256,12 @@ class Run:
         if folder.finished:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         ledger.protect(task.protects)
-        if isinstance(task.budget, FixedNoise):
-            z = task.budget.noise_multiplier
-        else:
-            z = method.noise_for(task.budget, ledger.events, task.accountant)
-        model = training.model = task.new_model(self.seed)
+        z = method.noise_for(task, ledger.events)
+        model = training.model = task.new_model(self.seed, self.contender.model)
         self._write_facts(None)
         about = method.fit(task, model, ledger, noise=z, rate=self.contender.learning_rate)
         training.step = training.steps = method.method.steps
+        training.status = "finished"
         folder.write_ledger(ledger)
         self._line = self._measured()
         folder.append(folder.metrics, [self._line])
@@ -266,10 +275,9 @@ class Run:
         if not self.folder.writes:
             return
         line = self._measured() if measured else None
-        folder, engine, delta = self.folder, self.training.engine, self.task.budget.delta
-        # It may put a warning on record, so it is made before the ledger is written.
-        document = engine.certificate(delta) if self.lines is None else None
+        folder, engine = self.folder, self.training.engine
         folder.write_ledger(self._ledger)
+        folder.remove(folder.certificate)  # of fewer steps
         self._line = line or self._line
         engine.save_checkpoint(
             folder.checkpoint,
@@ -290,8 +298,6 @@ class Run:
         notes = engine.diagnostics()
         folder.append(folder.diagnostics, notes[self._notes :])
         self._notes = len(notes)
-        if document is not None:
-            self._certify(document)
 
     def _certify(self, document: Mapping[str, Any]) -> None:
         """With the digest of the settings beside that of the ledger, and what columns became."""
@@ -316,7 +322,7 @@ class Run:
         line: dict[str, Any] = {
             "step": training.step,
             "epoch": training.epoch,
-            "epsilon": self._spent(),
+            "epsilon": self._spent(exact=bool(self.lines or training.status)),
             "delta": task.budget.delta,
         }
         if task.test is not None:
@@ -336,36 +342,41 @@ class Run:
         new = (float(loss.detach()) * len(labels), float(hits), len(labels))
         self._sums = [old + more for old, more in zip(self._sums, new, strict=True)]
 
-    def _spent(self) -> float:
-        began, delta = time.monotonic(), self.task.budget.delta
-        if self.lines is None:  # a certificate is about to ask the same
-            self._epsilon = self._ledger.epsilon(delta)
-        else:
-            self._epsilon = _epsilon(self._ledger.events, delta, self.task.accountant)
-        now = time.monotonic()
-        self._old_at = now + (now - began) / _SHARE_OF_TIME
-        return self._epsilon
+    def _foresee(self) -> None:
+        task, training, delta = self.task, self.training, self.task.budget.delta
+        plan, left = training.engine.plan, training.steps - training.step
+        events = (*self._ledger.events, *([(plan.event, left)] if left else []))
+        self._planned = _epsilon(events, delta, task.accountant)
+        who = f"{type(plan.method).__name__} on {task.count:,} {task.protects}s"
+        what = f"{plan.trainable_parameters:,} parameters, {training.steps:,} steps"
+        price = f"z = {plan.noise_multiplier:.3g}, ε = {self._planned:.4g} at δ = {delta:g}"
+        self._plan = f"{who}: {what} with batches of {task.batch_size:,}, {price} in the end."
 
-    def _watched(self, watch: Callable[[Progress], None] | None) -> None:
-        if watch is not None:
-            if time.monotonic() > self._old_at:
-                self._spent()
-            watch(self._progress())
+    def _spent(self, *, exact: bool) -> float:
+        """PLD takes longer than many an epoch, so until the end a bound will do."""
+        spent = self._ledger.events, self.task.budget.delta
+        bound = math.inf if exact else min(rough_epsilon(*spent), self._planned)
+        return _epsilon(*spent, self.task.accountant) if exact else bound
 
-    def _progress(self) -> Progress:
+    def _progress(self, epsilon: float) -> Progress:
         return Progress(
+            plan=self._plan,
             step=self.training.step,
             steps=self.training.steps,
             epoch=self.training.epoch,
             epochs=self.task.epochs,
-            epsilon=self._epsilon,
+            epsilon=epsilon,
             metrics=self._line,
         )
 
+    @property
+    def _evaluated(self) -> Any:
+        return read_json(path) if (path := self.folder.evaluation).exists() else {}
+
     def _result(self, status: Status) -> Result:
-        self._spent()
         about: dict[str, Any] = {"folder": self.folder.path, "delta": self.task.budget.delta}
-        return Result(status=status, **about, **vars(self._progress()))
+        about["evaluation"] = self._evaluated
+        return Result(status=status, **about, **vars(self._progress(self._spent(exact=True))))
 
 
 # Runs of other seeds pass through the same values of ε, and PLD takes a while for each.

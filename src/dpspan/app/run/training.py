@@ -467,15 +467,14 @@ def rehearse(
     task: Task, contender: Contender, seed: int, noise: float, sample_rate: float | None = None
 ) -> float:
     """The accuracy of a run that nobody counts, with this noise multiplier; NaN if it diverged."""
-    if contender.method is None:
-        model, start = task.new_model(seed, contender.model), contender.seeded_start(seed)
-        assert start is not None
-        start.run(model, task.criterion)
-        return accuracy_and_loss(task, model)[0]
-    if isinstance(contender.method, FullBatch):
-        model = task.new_model(seed)
-        ledger, rate = Ledger(accountant="rdp"), contender.learning_rate
-        contender.method.fit(task, model, ledger, noise=noise, rate=rate)
+    start, method = contender.seeded_start(seed), contender.method
+    if method is None or isinstance(method, FullBatch):
+        model = task.new_model(seed, contender.model)
+        if method is not None:
+            ledger, rate = Ledger(accountant="rdp"), contender.learning_rate
+            method.fit(task, model, ledger, noise=noise, rate=rate)
+        elif start is not None:
+            start.run(model, task.criterion)
         return accuracy_and_loss(task, model)[0]
     training = Training(task, contender, seed)
     training.prepare(Ledger(), noise_multiplier=noise, sample_rate=sample_rate)
@@ -532,26 +531,32 @@ def noise_for(task: Task, contender: Contender, records: int) -> float:
     """z of a run on so many records, within the task's budget."""
     assert isinstance(task.budget, Budget)
     if isinstance(contender.method, FullBatch):
-        return contender.method.noise_for(task.budget, contender.spent, task.accountant)
+        return contender.method.noise_for(task, contender.spent)
     rate = min(1.0, task.batch_size / records)
     steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
     return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
 
 
-def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
-    """The share of test records classified right, and the mean loss."""
-    assert task.test is not None
-    losses, right, count = 0.0, 0.0, 0
+def outputs_on(task: Task, records: Dataset[Any], model: nn.Module) -> tuple[Tensor, Tensor]:
+    """What a model makes of records, and their labels."""
+    found = []
     with left_as_found(model, mode="evaluation"), torch.no_grad():
-        for batch in in_batches(task.test, _TEST_BATCH):
+        for batch in in_batches(records, _TEST_BATCH):
             x, y = move(batch, torch.device(task.device))
-            outputs = model(x)
+            found.append((outputs := model(x), y))
             if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
                 raise ValueError(
                     "Expected a classifier, whose accuracy can be measured: logits (n, classes) "
                     f"and labels (n,), got {tuple(outputs.shape)} and {tuple(y.shape)}."
                 )
-            losses += float(task.criterion(outputs, y)) * len(y)
-            right += float((outputs.argmax(1) == y).sum())
-            count += len(y)
-    return right / count, losses / count
+    outputs, labels = (torch.cat(part) for part in zip(*found, strict=True))
+    return outputs, labels
+
+
+def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
+    """The share of test records classified right, and the mean loss."""
+    assert task.test is not None
+    outputs, labels = outputs_on(task, task.test, model)
+    with torch.no_grad():
+        loss = float(task.criterion(outputs, labels))
+    return float((outputs.argmax(1) == labels).double().mean()), loss
