@@ -113,14 +113,7 @@ def fix(model: nn.Module) -> nn.Module:
 
 
 def standardised(model: nn.Module) -> nn.Module:
-    """A copy of the model whose nn.Conv2d use their weights' directions.
-
-    Examples:
-        >>> import dpspan
-        >>> from torch import nn
-        >>> dpspan.standardised(nn.Conv2d(3, 8, 3))
-        StandardisedConv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
-    """
+    """A copy of the model whose nn.Conv2d use their weights' directions: `StandardisedConv2d`."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if type(module) is nn.Conv2d:

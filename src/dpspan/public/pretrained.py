@@ -19,12 +19,7 @@ _AT_ONCE, _SMALLEST = 256, 0.1  # samples; and of the mean deviation, added to a
 
 
 class PretrainedFeatures(PatchFeatures):
-    """(n, …) to (n, features) of length 1, for `dpspan.encode`; by `PretrainedFeatures.learn`.
-
-    Examples:
-        >>> import dpspan
-        >>> learn = dpspan.PretrainedFeatures.learn  # (public, model="timm/resnet18.a1_in1k")
-    """
+    """(n, …) to (n, features) of length 1, for `dpspan.encode`; by `PretrainedFeatures.learn`."""
 
     @classmethod
     def learn(  # type: ignore[override]
