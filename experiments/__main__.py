@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="faster products on a GPU")
     parser.add_argument("--physical", type=int, help="most samples in memory at once")
+    parser.add_argument("--checkpoints", type=Path, help="folder: runs that are cut short go on")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs: faster, on a GPU")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--rows", nargs="+", help="only rows that begin so")
@@ -68,6 +69,7 @@ def main() -> None:
             tf32=options.tf32,
             physical=options.physical,
             graphs=options.graphs,
+            checkpoints=options.checkpoints,
             jobs=options.jobs,
             commit=options.commit or current_commit(),
         )

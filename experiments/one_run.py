@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -32,6 +35,7 @@ from experiments.samples import Choice, samples_of
 from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
 
 CRITERION = nn.CrossEntropyLoss()
+SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,12 @@ def _trained(
         )
     schedule = LambdaLR(optimizer, lambda epoch: training.schedule.factor(epoch, epochs))
     stopped: str | None = None
+    kept = None
+    if engine is not None and not training.averaging:
+        kept = _Kept(run, place, engine, model, optimizer)
+    begin = 0 if kept is None else kept.load(schedule)
     try:
-        for _ in range(epochs):
+        for epoch in range(begin, epochs):
             for x, y in loader:
                 done = None if engine is None else engine.ledger.steps
                 optimizer.zero_grad()
@@ -170,6 +178,8 @@ def _trained(
                 if training.averaging and (engine is None or engine.ledger.steps != done):
                     average.update_parameters(model)
             schedule.step()
+            if kept is not None:
+                kept.save(epoch + 1)
     except ValueError as error:
         # A model that has diverged is a result; a learning rate with which training stops is one
         # for a search. A mistake in the settings shows before the first step.
@@ -179,6 +189,47 @@ def _trained(
         stopped = str(error)
     certificate = None if engine is None else engine.certificate(targets.delta)
     return _Trained(average.module if training.averaging else model, certificate, stopped)
+
+
+class _Kept:
+    """The checkpoint of a long run, if `place` has a folder for it: a machine may be lent for less.
+
+    Its noise is fresh after an interruption, as a resumed run's always is.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        place: Place,
+        engine: dpspan.PrivacyEngine,
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        name = hashlib.sha256(json.dumps(asdict(run)).encode()).hexdigest()[:16]
+        folder = place.checkpoints
+        self._path = None if folder is None else folder / f"{name}.safetensors"
+        self._engine, self._model, self._optimizer = engine, model, optimizer
+        self._saved = time.monotonic()
+
+    def load(self, schedule: LambdaLR) -> int:
+        """Go on where it ended; how many epochs are done."""
+        if self._path is None or not self._path.exists():
+            return 0
+        model, optimizer = self._model, self._optimizer
+        found = self._engine.load_checkpoint(self._path, module=model, optimizer=optimizer)
+        schedule.last_epoch = epoch = int(found["epoch"])
+        return epoch
+
+    def save(self, epoch: int) -> None:
+        """After an epoch, now and then."""
+        if self._path is None or time.monotonic() - self._saved < SECONDS_BETWEEN_CHECKPOINTS:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        model, optimizer, done = self._model, self._optimizer, {"epoch": epoch}
+        self._engine.save_checkpoint(
+            self._path, module=model, optimizer=optimizer, checkpoint_dict=done
+        )
+        self._saved = time.monotonic()
 
 
 def metrics(model: nn.Module, data: Images) -> dict[str, float]:

@@ -33,6 +33,7 @@ class Place:
     graphs: bool = False  # CUDA graphs, for private runs
     jobs: int = 1
     commit: str = ""
+    checkpoints: Path | None = None  # a folder for those of long runs
 
     def configure(self) -> None:
         """Settings of a process that makes runs."""

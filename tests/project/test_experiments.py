@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments import pages
+from experiments import one_run, pages
 from experiments.catalogue import load, names
 from experiments.data import ImagesSection, OptIn, OtherFile, UniformNoise
 from experiments.one_run import Run, train
@@ -319,6 +319,31 @@ class TestRuns:
             train(Run("tiny", "DP-SGD, views", 8.0, 0.01, 0, True, "x"), tiny, place)
             counts.append(len(updates))
         assert counts == [8, 8]  # two epochs of four steps
+
+    def test_a_run_that_is_cut_short_goes_on(
+        self, tiny: TrainingExperiment, folder: Path, tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        monkeypatch.setattr(one_run, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+        place = Place(data=folder, checkpoints=tmp_path)
+        run = Run("tiny", "DP-SGD", 8.0, 0.5, 0, False, tiny.digest("DP-SGD"))
+        steps = 0
+        real = torch.optim.SGD.step
+
+        def step(self: torch.optim.SGD, *arguments: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 6:  # in the second epoch of four steps
+                raise KeyboardInterrupt
+            return real(self, *arguments)
+
+        monkeypatch.setattr(torch.optim.SGD, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            train(run, tiny, place)
+        assert len(list(tmp_path.glob("*.safetensors"))) == 1
+        found = train(run, tiny, place)
+        assert steps == 6 + 4  # the first epoch was not trained again
+        assert sum(e["count"] for e in found["certificate"]["events"]) == 8
+        assert found["epsilon"] <= 8.0
 
     def test_a_run_that_diverges_is_a_result(self, tiny: TrainingExperiment, folder: Path) -> None:
         run = Run("tiny", "non-private", None, 1e30, 0, False, "x")
