@@ -87,12 +87,9 @@ def what_a_search_cost(ledger: Ledger, delta: float) -> str:
     """In words; of a search that is paid for, what its model would have cost without it."""
     paid = [event for event, _ in ledger.events if isinstance(event, RepeatAndSelectDpEvent)]
     if paid:
-        tries = ", ".join(f"{event.mean:g}" for event in paid)
         alone = account([(event.event, 1) for event in paid], delta, "rdp").epsilon
-        return (
-            f"ε pays for the search as well: the best of a random number of tries ({tries} on "
-            f"average) was released; a single try would have cost ε = {alone:.3g}"
-        )
+        best = f"the best of a random number of tries ({paid[0].mean:g} on average) was released"
+        return f"ε pays for the search too: {best}; a single try would have cost ε = {alone:.3g}"
     if any(warning.startswith(SEARCHED) for warning in ledger.warnings):
         return "nothing was paid for the search, although there was one: see the warnings"
     return "nothing was paid for the search"

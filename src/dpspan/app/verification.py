@@ -70,14 +70,13 @@ def _document(raw: Any, found: Certificate) -> Iterator[Check]:
     close = stated == again or abs(stated - again) <= _TOLERANCE * max(1.0, again)
     said = f"{stated:.6g} is stated, {again:.6g} is what the events cost at δ = {found.delta:g}"
     yield Check(name="ε", holds=close, detail=f"{said} ({spending.accountant})")
-    steps, budget = sum(count for _, count in releases), found.budget
+    steps, budget, audit = sum(count for _, count in releases), found.budget, found.audit
     wrong = {
         f"steps is {found.steps}, and the events are {steps}": found.steps != steps,
         "it is called private, and says why it is not": found.private
         == bool(found.not_private_because),
         "it is called private without a finite ε": found.private and stated == math.inf,
-        "an audit measured more than ε": found.audit is not None
-        and found.audit.epsilon_at_least > stated,
+        "an audit measured more than ε": bool(audit and audit.epsilon_at_least > stated),
         "ε is above the budget": budget is not None and again > budget.epsilon * (1 + _TOLERANCE),
         "the text of an event is not that of its numbers": any(
             each.text != f"{count} × {event}"

@@ -11,11 +11,8 @@ which only δ made right, E N ≤ nδ/(1 + e^ε), at worst where V is nearly lar
 **Gaussian noise**: R_i and H_i, the shares of right and wrong guesses where at least i are right,
 obey R_{i+1} ≤ 1 - f(H_i), f the trade-off curve (Mahloujifar, Melis and Chaudhuri, 2024).
 
-**One statistic for each value that may be refuted.** A bound is the end of what was refuted from 0
-upwards. The values lie in cells; a cell has its own weights (or number of guesses), the best there
-for Gaussian scores. If ε is the true value, a bound above it means that the statistic of its cell
-refuted ε, which has a probability of 1 - confidence at most: no choice is made on the data, and
-nothing has to be paid for it.
+A bound is the end of what was refuted from 0 upwards, cell by cell. A cell has its own weights (or
+number of guesses), fixed in advance: no choice is made on the data, so none has to be paid for.
 """
 
 import bisect

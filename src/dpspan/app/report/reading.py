@@ -164,7 +164,7 @@ def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], 
         metrics=shown(_lines(folder.metrics)),
         diagnostics=shown(_lines(folder.diagnostics)),
         settings=text,
-        audit=shown(read_json(folder.audit)) if folder.audit.exists() else {},
+        audit=shown(folder.audits),
         results=next((groups for key, groups in found.items() if key.endswith("results")), {}),
     )
 

@@ -83,6 +83,11 @@ class RunFolder:
         return facts is not None and facts.get("status", "finished") is not None
 
     @property
+    def audits(self) -> dict[str, Any]:
+        """What audits found."""
+        return dict(read_json(self.audit)) if self.audit.exists() else {}
+
+    @property
     def untrained(self) -> bool:
         """Whether no private step is behind the checkpoint, nor after it: a choice at the most."""
         if self.metrics.exists() or self.model.exists():
@@ -194,7 +199,7 @@ class RunFolder:
 
     def write_certificate(self, document: Mapping[str, Any]) -> None:
         """With what an audit of the same settings and the same noise has measured."""
-        found = (read_json(self.audit) if self.audit.exists() else {}).get("canaries")
+        found = self.audits.get("canaries")
         if found is not None and found["of"] == identity(document):
             document = {**document, "audit": found}
         if self.writes:
@@ -202,8 +207,7 @@ class RunFolder:
 
     def write_audit(self, **found: Any) -> None:
         """Beside what other audits found; on the certificate too, if there is one."""
-        before = read_json(self.audit) if self.audit.exists() else {}
-        self.write_json(self.audit, plain({**before, **found}))
+        self.write_json(self.audit, plain({**self.audits, **found}))
         if self.certificate.exists():
             self.write_certificate(read_json(self.certificate))
 
