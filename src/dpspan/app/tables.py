@@ -92,7 +92,7 @@ class Table(Source):
 
         read = self._whole(preprocessing.used, made)
         lost = [f"'{name}'" for name, count in strange.items() if count == len(read[0]) > _A_FEW]
-        if lost:
+        if lost and self.label is not None:  # what is predicted on may well be of another kind
             raise ValueError(
                 f"Nothing in columns {', '.join(lost)} of {self.path} is what data.preprocessing "
                 "describes. Look at the delimiter, the decimal sign, the format of dates and the "

@@ -29,14 +29,6 @@ class PrivateScaler(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     `low` and `high` are public: a number, or one for each feature, between which to look. All
     quantiles together cost `epsilon`, on the `ledger` given to fit, or on the estimator's.
-
-    Examples:
-        >>> import numpy as np
-        >>> from dpspan.convex import PrivateScaler
-        >>> ages = np.random.default_rng(0).normal(60, 10, size=(2000, 1))
-        >>> scaled = PrivateScaler(low=0, high=120, epsilon=0.5).fit_transform(ages)
-        >>> float(abs(scaled).max())
-        1.0
     """
 
     low: Any
