@@ -43,7 +43,7 @@ def tune(
     records: int,
     jobs: int,
     epsilon: float = EPSILON,
-    folds: int = 4,
+    folds: int = 3,
     epochs: int = EPOCHS,
 ) -> Advice:
     """Try each learning rate where it costs nothing."""

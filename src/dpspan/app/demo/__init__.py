@@ -56,11 +56,11 @@ PATCHES = "patches + DP-SGD"
 # Learning rates from scratch and after the warm start, as experiments/demo_rates.py found them.
 RATES: dict[float, dict[str, tuple[float, float]]] = {
     EPSILON: {
-        "DP-SGD": (0.25, 0.25),
-        "PDP-SGD": (4.0, 1.0),
-        "GEP": (1.0, 0.5),
-        "RGP": (1.0, 1.0),
-        PATCHES: (2.0, 2.0),
+        "DP-SGD": (0.125, 0.125),
+        "PDP-SGD": (0.5, 0.25),
+        "GEP": (0.5, 0.25),
+        "RGP": (0.5, 0.125),
+        PATCHES: (4.0, 8.0),
     },
     LARGE_EPSILON: {"DP-SGD": (2.0, 1.0), PATCHES: (8.0, 8.0)},
 }
