@@ -13,7 +13,6 @@ What an interrupted search needs to go on (K, the best so far) lies in the hidde
 for the operator alone. The try that was interrupted is made anew: nobody has seen anything of it.
 """
 
-import dataclasses
 import math
 import secrets
 import shutil
@@ -253,12 +252,13 @@ class _Search:
 
     def _score(self, training: Training) -> float:
         """The accuracy: of public records, or of all private ones with noise."""
-        noise = self.state["score_noise"]
+        task, noise = self._task, self.state["score_noise"]
+        scored = self._scores if noise is None else task.private
+        outputs, labels = outputs_on(task, scored, training.model)
+        right = (outputs.argmax(1) == labels).cpu()
         if noise is None:
-            task = dataclasses.replace(self._task, test=self._scores)
-            return accuracy_and_loss(task, training.model)[0]
-        outputs, labels = outputs_on(self._task, self._task.private, training.model)
-        return private_metric((outputs.argmax(1) == labels).cpu(), noise_multiplier=noise).value
+            return float(right.double().mean())
+        return private_metric(right, noise_multiplier=noise).value
 
     def _tuned(self, found: dict[str, float]) -> Config:
         config = self.config

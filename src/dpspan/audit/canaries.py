@@ -144,21 +144,20 @@ class _Planted:
         self._rate = draw.sample_rate
         self._trained = {n: p for n, p in run._module.named_parameters() if p.requires_grad}
         self._size = sum(p.numel() for p in self._trained.values())
+        self._like = next(iter(self._trained.values())).detach()
         self._mechanism = cast(Any, run.mechanism)
 
     def released_numbers(self) -> int:
         """In how many dimensions canaries have to be told from each other."""
         self._mechanism.prepare()
-        parameter = next(iter(self._trained.values()))
-        one = self._as_gradients(parameter.new_ones(1, self._size))
+        one = self._as_gradients(self._like.new_ones(1, self._size))
         return sum(x.numel() for x in self._mechanism.clipped_sum(one).values())
 
     def plant(self, count: int) -> AbstractContextManager[object]:
         """While steps are taken; coins are tossed here."""
         most = f"at most {_MOST_NUMBERS:.0e} numbers in all canaries: ask for fewer of them"
         expect(count * self._size <= _MOST_NUMBERS, most, count * self._size)
-        like = next(iter(self._trained.values())).detach()
-        self._fixed = torch.randn(count, self._size, generator=self._generator).to(like)
+        self._fixed = torch.randn(count, self._size, generator=self._generator).to(self._like)
         if count <= self._size and count**2 * self._size <= _MOST_WORK:  # else nearly so anyway
             self._fixed = torch.linalg.qr(self._fixed.T).Q.T.contiguous()
         self._now, self._real = self._fixed, dict[str, Tensor]()  # of the present step
@@ -192,14 +191,12 @@ class _Planted:
         rows = self._as_gradients(self._now)
         if carriers := self._mechanism.carriers():
             rows = rows.compress(carriers)
-        score = torch.zeros(len(self._now), dtype=torch.float64, device=self._now.device)
         for name, x in left.items():
             if name == EMBEDDING:
                 image = self._mechanism.span.embed(rows)
             else:
                 image = rows.terms[name].rows(0, rows.samples)
-            score += (image @ x.to(image)).double()
-        self.scores += score.cpu().numpy()
+            self.scores += (image @ x.to(image)).double().cpu().numpy()
         return released
 
     def _parts(self, rows: Tensor) -> dict[str, Tensor]:

@@ -101,8 +101,7 @@ def membership_inference(
     expect(loss is None or callable(loss), "loss to be a function", loss)
     expect(loss is None or criterion is None, "a loss or a criterion, not both", criterion)
     if loss is None:
-        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
-        loss = SampleCriterion(criterion, instead="loss=")
+        loss = SampleCriterion(criterion or nn.CrossEntropyLoss(), instead="loss=")
     with left_as_found(model, seed, mode="evaluation"), torch.no_grad():
         inside = _losses("members", members, loss, model, batch_size)
         outside = _losses("non-members", non_members, loss, model, batch_size)

@@ -47,13 +47,11 @@ class Batches:
     def __init__(self, run: PrivateRun, optimizer: Optimizer, loss: Loss, seed: int) -> None:
         self._run, self._optimizer, self._loss, self._seed = run, optimizer, loss, seed
         dataset = run.loader.dataset
-        count = min(_OTHERS + 1, len(dataset))
         # Records are read once: augmentation by the dataset stays what it was.
-        *self._others, self.last = [dataset[i] for i in range(count)]
-        self._size = count
+        *self._others, self.last = [dataset[i] for i in range(min(_OTHERS + 1, len(dataset)))]
 
     def sums(self, canary: Any, *, counts: bool, steepness: float = 1.0) -> Sums:
-        run, size = self._run, self._size
+        run, size = self._run, len(self._others) + 1
         batch = run.loader.collate_fn([*self._others, canary])
         run.on_piece(Piece(size, size, padded=False, first=True, last=True))
         run.guard.hand_over(batch)

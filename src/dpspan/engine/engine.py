@@ -21,6 +21,7 @@ from dpspan.engine.sampling import PrivateLoader
 from dpspan.engine.shard_folder import load, save
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
+from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
@@ -46,11 +47,8 @@ class PrivacyEngine:
         processes: ProcessGroup | None = None,
         secure_mode: bool = False,
     ) -> None:
-        if secure_mode and debug_seed is not None:
-            raise ValueError(
-                "secure_mode=True draws what nobody can know, and debug_seed says what to draw: "
-                "leave one of them out."
-            )
+        none = "no debug_seed, which says what to draw, beside secure_mode"
+        expect(not secure_mode or debug_seed is None, none, debug_seed)
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
         self._seed, self._group, self._secure = debug_seed, processes, secure_mode
         if debug_seed is not None:

@@ -168,6 +168,7 @@ class ReportSection(Section):
 class Config(Section):
     """A run."""
 
+    if_used: ClassVar = ("evaluate",)
     data: DataSection
     features: AnyFeatures | None = None
     model: AnyModel
@@ -220,12 +221,8 @@ class Config(Section):
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""
         where = {"device": True, "physical_batch_size": True, "cuda_graphs": True}
-        bits = {"secure_mode": True}  # a checkpoint knows where its noise came from
-        left_out: Any = {"output": True, "report": True, "training": where, "budget": bits}
-        found = self.model_dump(mode="json", exclude=left_out)
-        if self.evaluate == EvaluateSection():  # older folders do not know it
-            del found["evaluate"]
-        return found
+        left_out: Any = {"output": True, "report": True, "training": where}
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 def load_config(path: str | Path) -> Config:

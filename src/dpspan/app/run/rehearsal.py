@@ -32,8 +32,7 @@ class Rehearsal:
     def __init__(self, config: Config, folder: RunFolder, *, stand_ins: bool = False) -> None:
         if config.data.unit is not None:
             raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
-        kept = folder.features if folder.features.exists() else None
-        kept = kept if config.features is not None else None
+        kept = folder.features if config.features and folder.features.exists() else None
         parts = make_parts(config, features=kept, columns=frozen_columns(config, folder))
         private: Any = parts.private.dataset
         inputs, labels = private[0]
