@@ -58,6 +58,9 @@ def test_the_average_is_that_of_the_weights_after_each_step(physical: int | None
         assert torch.allclose(weights(model).double(), averaged(trajectory), atol=1e-6)
         assert not torch.equal(weights(model), trajectory[-1])
     assert torch.equal(weights(model), trajectory[-1])
+    with pytest.raises(KeyError), engine.averaged():
+        raise KeyError  # as an evaluation may
+    assert torch.equal(weights(model), trajectory[-1])
     steps(model, *rest)  # goes on with the weights that are trained
     warnings = engine.certificate(delta=1e-5)["warnings"]
     assert not any("changed between" in warning for warning in warnings)

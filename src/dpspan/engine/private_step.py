@@ -254,10 +254,12 @@ class PrivateRun:
     def averaged(self) -> Iterator[None]:
         """The model has its averaged weights meanwhile."""
         self._before_average()
-        with self.smoother.averaged():
+        try:
+            with self.smoother.averaged():
+                self.guard.stepped()
+                yield
+        finally:
             self.guard.stepped()
-            yield
-        self.guard.stepped()
 
     def adopt_average(self) -> None:
         """The model has its averaged weights for good."""

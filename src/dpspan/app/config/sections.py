@@ -454,6 +454,12 @@ class TrainingSection(Section):
     low_pass: Share | None = None
     average_weights: Share | None = None
 
+    @model_validator(mode="after")
+    def _views_differ(self) -> Self:
+        if self.views > 1 and self.augment is None:
+            refuse("views", "Expected `augment` beside it: without it all views are the same.")
+        return self
+
 
 class LastLayersSection(BuiltSection):
     """The last `count` layers."""
