@@ -99,9 +99,7 @@ def test_no_seed_brings_a_run_back() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(
-        ValueError, match="no debug_seed, which says what to draw, beside secure"
-    ):
+    with pytest.raises(ValueError, match="no debug_seed, which says what to draw, beside secure"):
         PrivacyEngine(secure_mode=True, debug_seed=0)
     with pytest.raises(ValueError, match="pass non_private=True, and no secure_mode"):
         setup(PrivacyEngine(secure_mode=True), noise_multiplier=0.0, non_private=True)

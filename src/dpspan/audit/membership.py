@@ -203,8 +203,7 @@ def _losses(
             f"Expected at least {FEWEST} {name}, got {len(found)}: half of them fit the "
             "threshold and half evaluate it. Give more."
         )
-    missing = int(np.isnan(found).sum())
-    if missing:
+    if missing := int(np.isnan(found).sum()):
         raise ValueError(
             f"The losses of {missing} of the {len(found)} {name} are NaN, neither small nor "
             "large: look for NaN in the weights of the model, and leave out samples that hold NaN."

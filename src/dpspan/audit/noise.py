@@ -60,8 +60,7 @@ class NoiseWatch:
 
     def scaled(self, noise: Sums) -> Array:
         flat = [noise[name].detach().double().flatten() / self.std[name] for name in self._like]
-        numbers: Array = torch.cat(flat).cpu().numpy()
-        return numbers
+        return np.asarray(torch.cat(flat).cpu())
 
 
 class _Products:

@@ -36,8 +36,7 @@ def sampler_checks(loader: PrivateLoader) -> Iterator[Check]:
     n, partition = draw.records, isinstance(draw, PartitionDraw)
     q = 1 / epoch if partition else draw.sample_rate  # type: ignore[union-attr]
     epochs = max(2, math.ceil(min(_STEPS, max(32, _NUMBERS // n)) / epoch))
-    batches = drawn_batches(loader, epochs * epoch)
-    steps = len(batches)
+    batches = drawn_batches(loader, steps := epochs * epoch)
     sizes = np.array([len(batch) for batch in batches], dtype=float)
     twice, check = sum(len(np.unique(x)) < len(x) for x in batches), partial(Check, "sampler")
     yield check("batches with a record twice", twice, "0", twice == 0)

@@ -64,8 +64,7 @@ class Batches:
             try:
                 self._optimizer.step()
             except _Stop as stopped:
-                total: Sums = stopped.args[0]
-                return total
+                return dict(stopped.args[0])
         raise RuntimeError("The optimizer's step released nothing: it must call the private step.")
 
     def canaries(self) -> dict[str, list[Any]]:

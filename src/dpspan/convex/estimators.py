@@ -249,9 +249,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             "start": self.start,
             "divisor": fit.records.divisor,
             "noise_multiplier": fit.noise_multiplier,
+            **({"noise": SECURE} if self.secure_mode else {}),
         }
-        if self.secure_mode:
-            training["noise"] = SECURE
         if fit.ledger.unit == "unit":
             training |= {"unit": "all records of one id", "records_per_unit": "all"}
         adjacency = _ZERO_OUT.format(fit.ledger.unit) if self.records is None else None

@@ -106,9 +106,8 @@ class PrivateFit:
         """`steps` tells how many there will be, from how many there are in an epoch."""
         refuse_several_processes()
         self.privacy, self._optimizer, self.over = privacy, optimizer, False
-        self.engine = engine = PrivacyEngine(
-            accountant=privacy.accountant, secure_mode=privacy.secure_mode
-        )
+        engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
+        self.engine = engine
         self._ledger_file, self._written = folder / "ledger.json", (-1, 0)
         size, rate = float(loader.batch_size or 0), None
         if privacy.records is not None:

@@ -26,14 +26,11 @@ class SecureGenerator:
     def __init__(self, key: Sequence[int] | None = None) -> None:
         self._key, self._calls = None if key is None else repr([*key]), itertools.count()
 
-    def _bytes(self, count: int) -> bytes:
-        if self._key is None:
-            return os.urandom(count)
-        return hashlib.shake_128(f"{self._key} {next(self._calls)}".encode()).digest(count)
-
     def random(self, size: int) -> Floats:
         """Between 0 and 1, and neither: odd multiples of 2^-53."""
-        words = np.frombuffer(self._bytes(8 * size), dtype=np.uint64) >> np.uint64(12)
+        expand = hashlib.shake_128(f"{self._key} {next(self._calls)}".encode()).digest
+        drawn = (os.urandom if self._key is None else expand)(8 * size)
+        words = np.frombuffer(drawn, dtype=np.uint64) >> np.uint64(12)
         return (words.astype(np.float64) + 0.5) * 2.0**-52
 
     def integers(self, high: int, *, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:

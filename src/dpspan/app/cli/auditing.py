@@ -5,15 +5,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
-
-if TYPE_CHECKING:
-    from dpspan.app.run.rehearsal import Rehearsal
 
 _AUDITED = "unprivate: an audit (membership inference) of the model was made on private records"
 _STEP = "unprivate: an audit of the step was made on private records before the training"
@@ -38,7 +35,7 @@ audit = typer.Typer(cls=_Audits, no_args_is_help=True)
 app.add_typer(audit, name="audit", help="Is it as private as it says? Measured, not proved.")
 
 
-def _rehearsal(config: Path, *, stand_ins: bool = False) -> Rehearsal:
+def _rehearsal(config: Path, *, stand_ins: bool = False) -> Any:
     from dpspan.app.config import load_config
 
     settings = load_config(config)  # what is wrong with it is said before anything slow is imported

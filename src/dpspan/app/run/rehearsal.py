@@ -70,8 +70,7 @@ class Rehearsal:
         records: Any = ConcatDataset([self.task.private, added]) if added else self.task.private  # type: ignore[list-item]
         task, ledger = replace(self.task, private=records), Ledger(accountant=self.task.accountant)
         training = Training(task, self._contender, self._seed)
-        how = {"noise_multiplier": self._z, "sample_rate": self._rate}
-        training.prepare(ledger, **how, goes_on=True)
+        training.prepare(ledger, noise_multiplier=self._z, sample_rate=self._rate, goes_on=True)
         return training.engine, training.model, training.optimizer, training.loader
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
