@@ -98,6 +98,7 @@ def test_a_comparison_that_0_1_made_counts_as_done(place: Path) -> None:
     searched = [(row.pop("tries"), row.pop("at_the_end")) for row in after["rows"]]
     assert (after.pop("search_runs"), searched) == (0, [([], False)] * 3)  # it knew no searches
     assert after.pop("verdicts")  # which 0.1 left to the report
+    assert [row.pop("own_model") for row in after["rows"]] == [False] * 3  # it knew none
     assert after == before
     more = compare(task(), [PLAIN], out=out, seeds=(0, 1))
     assert {path: path.read_bytes() for path in models} == models
