@@ -34,7 +34,7 @@ from dpspan.app.demo import (
 )
 from dpspan.public.data import PublicData
 
-GRID = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+GRID = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 def tune(
