@@ -25,7 +25,8 @@ from sklearn.datasets import load_digits
 from dpspan.app.advice import advise
 from dpspan.app.config import Config
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
-from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, noise_for, rehearse
+from dpspan.app.run.task import PUBLIC_ONLY, Contender, Task
+from dpspan.app.run.training import noise_for, rehearse
 from dpspan.app.tune import tune
 
 RESULTS = Path(__file__).parent / "results" / "tuning.json"

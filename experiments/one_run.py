@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import dpspan
 from dpspan.accounting.calibration import calibrate
-from dpspan.app.config.sections import MethodSection
+from dpspan.app.config.methods import MethodSection
 from dpspan.audit import membership_inference
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.model.trainable import train_only

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import nn
 
 from dpspan.app.config.sections import AnyModel, PatchesSection
-from dpspan.app.run.from_config import draw_model
+from dpspan.app.run.models import draw_model
 from dpspan.app.section import Counts
 from dpspan.model.networks import MLP
 from dpspan.public.patches import PatchFeatures

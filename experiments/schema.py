@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from dpspan.app.config.methods import AnyMethod, MethodSection
 from dpspan.app.config.sections import (
     AdamSection,
-    AnyMethod,
     AnyModel,
     AnySchedule,
     AnyTrainable,
     ConstantSection,
-    MethodSection,
     SgdSection,
     WarmStartSection,
 )

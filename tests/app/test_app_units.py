@@ -24,7 +24,8 @@ from dpspan.app.data import Npz
 from dpspan.app.report import render
 from dpspan.app.run import train
 from dpspan.app.run.from_config import make_parts
-from dpspan.app.run.training import Contender, Task, Training
+from dpspan.app.run.task import Contender, Task
+from dpspan.app.run.training import Training
 from dpspan.app.tables import Csv
 
 SIZES = [1, 9, 2, 4, 1, 3, 7, 2, 5, 6]

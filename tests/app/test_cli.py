@@ -26,7 +26,8 @@ from dpspan.app.comparison.search import Try
 from dpspan.app.comparison.tuning import RowSearch
 from dpspan.app.config import load_config
 from dpspan.app.run import RunFolder
-from dpspan.app.run.from_config import draw_model, make_parts
+from dpspan.app.run.from_config import make_parts
+from dpspan.app.run.models import draw_model
 from helpers.digits import digits, settings, write_csv, write_idx, write_images, write_npz
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}

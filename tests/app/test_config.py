@@ -13,15 +13,12 @@ from pydantic import ValidationError
 
 import dpspan
 from dpspan.app.config import Config, ConfigError, load_config, parse_config
+from dpspan.app.config.methods import _RULES, AnyMethod, ConvexSection, RGPSection
 from dpspan.app.config.sections import (
-    _RULES,
-    AnyMethod,
     AnyTrainable,
     ConstantSection,
-    ConvexSection,
     CosineSection,
     PatchesSection,
-    RGPSection,
     StepsSection,
 )
 from dpspan.app.section import BuiltSection
@@ -307,7 +304,7 @@ def test_features_have_the_defaults_of_the_layer() -> None:
 @pytest.mark.parametrize(("key", "value"), [("full_scale", 1.0), ("leftover", False)])
 def test_options_of_before_at_their_default_are_taken(key: str, value: object) -> None:
     """Runs of 0.1 wrote down all of them."""
-    from dpspan.app.config.sections import RGPSection
+    from dpspan.app.config.methods import RGPSection
 
     assert RGPSection.model_validate({"name": "rgp", "rank": 2, key: value}).rank == 2
     with pytest.raises(ValidationError, match="Unknown key"):

@@ -24,7 +24,7 @@ from dpspan.app.comparison import _is_done
 from dpspan.app.report import render
 from dpspan.app.run import Progress, RunFolder, train
 from dpspan.app.run.folder import is_comparison, read_json, read_lines
-from dpspan.app.run.training import in_batches
+from dpspan.app.run.task import in_batches
 from helpers.digits import config, settings, write_npz
 
 OLD = Path(__file__).parent / "folders-0.1"  # made by 0.1: see the tests that use them

@@ -22,7 +22,8 @@ from dpspan.app.config import parse_config
 from dpspan.app.export import export
 from dpspan.app.run import RunFolder, train
 from dpspan.app.run.folder import read_json
-from dpspan.app.run.from_config import load_weights, make_parts
+from dpspan.app.run.from_config import make_parts
+from dpspan.app.run.models import load_weights
 from helpers.digits import config, digits, settings, write_npz
 from helpers.needs import extra
 

@@ -25,7 +25,8 @@ from dpspan.app.comparison.tuning import RowSearch, trainings
 from dpspan.app.report import render
 from dpspan.app.run import training
 from dpspan.app.run.folder import RunFolder
-from dpspan.app.run.training import Training, in_batches
+from dpspan.app.run.task import in_batches
+from dpspan.app.run.training import Training
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import Encoded, encodings
 

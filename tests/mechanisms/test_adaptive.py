@@ -23,7 +23,7 @@ from dpspan import (
     PrivacyEngine,
     RandomSubspace,
 )
-from dpspan.app.config.sections import DPSGDSection, MirrorDescentSection
+from dpspan.app.config.methods import DPSGDSection, MirrorDescentSection
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients

@@ -24,7 +24,8 @@ from torch.utils.data import Dataset, TensorDataset
 from dpspan.accounting.epsilon import account
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
-from dpspan.app.run.training import Contender, Spent, Task, noise_for, rehearse, with_baselines
+from dpspan.app.run.task import Contender, Spent, Task, with_baselines
+from dpspan.app.run.training import noise_for, rehearse
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public

@@ -19,7 +19,8 @@ from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.evaluation import classified
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
-from dpspan.app.run.from_config import FEATURES, load_weights, new_model
+from dpspan.app.run.from_config import FEATURES
+from dpspan.app.run.models import load_weights, new_model
 from dpspan.support.randomness import seeded
 
 _UNLABELLED = {"label": None, "labels": None, "labelled": False}

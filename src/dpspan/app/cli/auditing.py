@@ -126,7 +126,8 @@ def membership(
     from dpspan.app.config import load_config
     from dpspan.app.run import RunFolder
     from dpspan.app.run.columns import frozen_columns
-    from dpspan.app.run.from_config import load_weights, make_parts
+    from dpspan.app.run.from_config import make_parts
+    from dpspan.app.run.models import load_weights
     from dpspan.audit import membership_inference
 
     folder = RunFolder(run)

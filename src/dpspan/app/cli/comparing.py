@@ -18,7 +18,7 @@ from dpspan.support.checks import expect
 
 if TYPE_CHECKING:
     from dpspan.app.config import Config
-    from dpspan.app.run.training import Contender, Task
+    from dpspan.app.run.task import Contender, Task
 
 # What the rows of a comparison have in common
 _SHARED = ("data", "features", "model", "trainable", "budget")
@@ -103,7 +103,7 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
 def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]:
     """A frozen layer is learnt, and a choice among public data is made, once for the folder."""
     from dpspan.app.comparison import locked, remove_summary
-    from dpspan.app.config.sections import DPSGDSection
+    from dpspan.app.config.methods import DPSGDSection
     from dpspan.app.run.folder import RunFolder, is_comparison, read_json
     from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 
@@ -171,7 +171,7 @@ def advise_command(
 
     from dpspan.accounting.events import pure_event
     from dpspan.app.advice import RATES, advise, default_contenders
-    from dpspan.app.config.sections import ConvexSection
+    from dpspan.app.config.methods import ConvexSection
     from dpspan.app.data import load
     from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import contender_of, task_of

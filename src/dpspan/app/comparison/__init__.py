@@ -24,7 +24,7 @@ from dpspan.app.comparison.tuning import RowSearch, note, trainings
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.jobs import Executor, workers
 from dpspan.app.run.resumable import Run
-from dpspan.app.run.training import PUBLIC_ONLY, Contender, Task, settings_of, with_baselines
+from dpspan.app.run.task import PUBLIC_ONLY, Contender, Task, settings_of, with_baselines
 from dpspan.support import files
 from dpspan.support.checks import check_count, expect
 from dpspan.support.processes import refuse_several_processes

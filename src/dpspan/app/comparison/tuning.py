@@ -20,7 +20,8 @@ from dpspan.accounting.ledger import SEARCHED
 from dpspan.app.comparison.results import SCORE, Tried
 from dpspan.app.comparison.search import Search, Try
 from dpspan.app.run.folder import RunFolder, read_json
-from dpspan.app.run.training import Contender, Task, noise_for, rehearse, settings_of
+from dpspan.app.run.task import Contender, Task, settings_of
+from dpspan.app.run.training import noise_for, rehearse
 from dpspan.support.strict_json import plain
 
 _HELD_OUT = 0.2  # of the private records

@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from dpspan.accounting.promises import LARGEST_DELTA
+from dpspan.app.config.methods import AnyMethod, ConvexSection
 from dpspan.app.config.sections import (
     AnyFeatures,
-    AnyMethod,
     AnyModel,
     AnyTrainable,
-    ConvexSection,
     TrainingSection,
     WarmStartSection,
 )

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from dpspan.accounting.questions import private_metric
 from dpspan.app.config import EvaluateSection
-from dpspan.app.run.training import Task, outputs_on
+from dpspan.app.run.task import Task
+from dpspan.app.run.training import outputs_on
 from dpspan.support.checks import expect
 from dpspan.support.strict_json import plain
 

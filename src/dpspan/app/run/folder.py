@@ -24,7 +24,7 @@ from dpspan.accounting.ledger import Ledger, steps_beyond
 from dpspan.accounting.promises import Budget
 from dpspan.app.config import ReportSection
 from dpspan.app.preprocessing import Preprocessing
-from dpspan.app.run.training import FixedNoise
+from dpspan.app.run.task import FixedNoise
 from dpspan.engine.checkpoint import load_file
 from dpspan.support.files import locked, replacing
 from dpspan.support.moved import without_retired_options

@@ -20,7 +20,7 @@ from dpspan.convex.public_rows import PublicRows
 from dpspan.public.data import PublicData
 
 if TYPE_CHECKING:
-    from dpspan.app.run.training import Spent, Task
+    from dpspan.app.run.task import Spent, Task
 
 _TOLD = f"{RECORDS_TOLD}: sums are divided by it. State data.records if it is a secret"
 

@@ -4,7 +4,8 @@ import math
 import warnings
 from collections.abc import Iterator
 
-from dpspan.app.run.training import Task, Training
+from dpspan.app.run.task import Task
+from dpspan.app.run.training import Training
 from dpspan.mechanisms import DPSGD
 
 _UNSCALED = "columns of numbers enter as they are: the largest drown the others, and often nothing "

@@ -14,7 +14,8 @@ from dpspan.app.config import Config
 from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, identity, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
-from dpspan.app.run.training import FixedNoise, Training, noise_for
+from dpspan.app.run.task import FixedNoise
+from dpspan.app.run.training import Training, noise_for
 from dpspan.audit.step import Prepared
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import move

@@ -23,14 +23,8 @@ from dpspan.app.run.evaluation import Evaluation
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.prospects import doubts
-from dpspan.app.run.training import (
-    Contender,
-    Spent,
-    Status,
-    Task,
-    Training,
-    accuracy_and_loss,
-)
+from dpspan.app.run.task import Contender, Spent, Task
+from dpspan.app.run.training import Status, Training, accuracy_and_loss
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
