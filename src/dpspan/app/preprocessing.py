@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from dpspan.accounting.certificate import sha256_of
-from dpspan.accounting.ledger import Ledger
-from dpspan.accounting.questions import private_quantiles
 from dpspan.app.section import Positive, Section, Texts, refuse
 from dpspan.support.checks import expect, near
+
+if TYPE_CHECKING:
+    from dpspan.accounting.ledger import Ledger
 
 Array = np.ndarray[Any, Any]
 Values = Sequence[Any] | Array  # texts, numbers or dates; None, NaN or an empty text for a gap
@@ -91,6 +91,8 @@ class Scaled(Column):
         if self.low is not None and self.epsilon is None:
             return self
         if self.epsilon is not None:
+            from dpspan.accounting.questions import private_quantiles
+
             bounds = low, high = self._numbers()[0], self._numbers()[1]
             paid: Any = {"bounds": bounds, "epsilon": self.epsilon, "ledger": ledger}
             found = private_quantiles(self.read(private(column)), _RELEASED, **paid)
@@ -228,6 +230,8 @@ class Preprocessing(Section):
 
     @property
     def digest(self) -> str:
+        from dpspan.accounting.certificate import sha256_of  # a configuration does not wait for it
+
         return sha256_of(self.document())
 
     def summary(self) -> dict[str, Any]:

@@ -10,10 +10,8 @@ from dpspan.mechanisms import DPSGD
 
 _UNSCALED = "columns of numbers enter as they are: the largest drown the others, and often nothing "
 _UNSCALED += "is learnt. Describe them in data.preprocessing, or give mean and std"
-_WHOLE = (
-    "batch_size is at least the number of records, so every step uses all of them (q = 1), and "
-)
-_WHOLE += "sampling makes nothing more private: take a smaller one"
+_WHOLE = "batch_size is at least the number of records, so every step uses all of them (q = 1): "
+_WHOLE += "sampling makes nothing more private. Take a smaller one"
 _NOISE = "all noise together is longer than the sum of all gradients can be, so next to nothing is "
 _NOISE += "learnt: take a larger ε, a smaller model, or larger batches"
 
@@ -23,7 +21,8 @@ def doubts(task: Task, training: Training | None = None) -> Iterator[str]:
     private = (task.about or {}).get("data", {}).get("private", {})
     numbers = {*private.get("inputs", ())} - {*private.get("categories", ())}
     scaling = [private.get(key) for key in ("scale", "mean", "std")]
-    found = {_UNSCALED: "label" in private and bool(numbers) and scaling == [None, 0, 1]}
+    is_table = private.get("format") in ("csv", "parquet")
+    found = {_UNSCALED: is_table and bool(numbers) and scaling == [None, 0, 1]}
     if training is not None:
         trained = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
         noise = training.engine.noise_multiplier * math.sqrt(trained * training.steps)
