@@ -103,10 +103,23 @@ def test_from_a_hospital_s_table_to_a_model(hospital: Path) -> None:
     assert 2.99 < document["epsilon"] <= 3.0
     (origin,) = document["training"]["preprocessing"]["origins"].items()
     assert (origin[0], len(origin[1])) == ("data dictionary", 32)
+    (hospital / "new.csv").write_text("\n".join(_without_label(hospital / "test.csv")))
+    predicted = dpspan("predict", run, "new.csv", "--out", "out.csv", "--id", "patient_id")
+    with (hospital / "out.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    with (hospital / "test.csv").open(newline="") as stream:
+        truth = [row["diagnosis"] for row in csv.DictReader(stream)]
+    right = np.mean([label in row.values() for row, label in zip(rows, truth, strict=True)])
+    assert right == pytest.approx(done["metrics"]["test_accuracy"])
+    assert "SECRET" not in predicted.output + (hospital / "out.csv").read_text()
     dpspan("report", run)
     for file in [*run.iterdir(), hospital / "config.yaml"]:
         assert b"SECRET" not in file.read_bytes()
     assert "SECRET" not in said.output
+
+
+def _without_label(path: Path) -> list[str]:
+    return [line.rpartition(",")[0] for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
