@@ -74,6 +74,8 @@ COMMANDS: dict[str, list[str]] = {
     "verify": ["verify", "{}"],
     "report": ["report", "{}"],
     "membership": ["audit", "membership", "{}"],
+    "predict": ["predict", "{}", "good.csv"],
+    "export": ["export", "{}"],
     "init": ["init", "--data", "{}", "--classes", "2"],
     "init with a label": ["init", "--data", "{}", "--classes", "2", "--label", "ill"],
     "init with a test": ["init", "--data", "good.csv", "--classes", "2", "--test", "{}"],
@@ -228,6 +230,10 @@ def test_what_a_run_leaves(folder: Path) -> None:
     assert silent(["train", "c.yaml"]).exit_code == 0
     assert silent(["report", "run"]).exit_code == 0
     assert silent(["verify", "run"]).exit_code == 0
+    for flaw, make in MALFORMED.items():
+        make(folder / "new.csv")
+        code = silent(["predict", "run", "new.csv"]).exit_code
+        assert code == (0 if flaw == "a table" else 1)
     for file in (folder / "run").rglob("*"):
         for secret in SECRETS if file.is_file() else ():
             assert secret.encode() not in file.read_bytes(), file

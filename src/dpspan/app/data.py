@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import Field
 
 from dpspan.app.section import Count, File, Numbers, Positive, Section, Texts
-from dpspan.support.checks import check_count, expect, near
+from dpspan.support.checks import check_count, expect, spelt_otherwise
 from dpspan.support.units import Units
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def check_names(
     wrong = [name for name in wanted if name is not None and list(found).count(name) != 1]
     if wrong:
         how = f"two {kind}s" if wrong[0] in found else f"no {kind}"
-        hint = "" if wrong[0] in found or wrong[1:] else near(wrong[0], found)
+        hint = "" if wrong[0] in found or wrong[1:] else spelt_otherwise(wrong[0], found)
         names = ", ".join(map(repr, wrong))
         raise ValueError(f"{path} has {how} {names} among its {len(found)}{hint}.{cure}")
 

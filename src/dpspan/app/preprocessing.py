@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from dpspan.app.section import Positive, Section, Texts, refuse
-from dpspan.support.checks import expect, near
+from dpspan.support.checks import expect, spelt_otherwise
 
 if TYPE_CHECKING:
     from dpspan.accounting.ledger import Ledger
@@ -214,7 +214,9 @@ class Preprocessing(Section):
 
     def check_names(self, found: Collection[str], where: str = "the table") -> None:
         """ValueError that names all columns that are not there."""
-        missing = [f"'{name}'{near(name, found)}" for name in self.used if name not in found]
+        missing = [
+            f"'{name}'{spelt_otherwise(name, found)}" for name in self.used if name not in found
+        ]
         if missing:
             raise ValueError(f"Expected columns that {where} does not have: {', '.join(missing)}.")
 

@@ -38,6 +38,13 @@ def near(name: str, known: Collection[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def spelt_otherwise(name: str, found: Collection[str]) -> str:
+    """The same for names in a file: only one of the same letters, as others may be data."""
+    letters = {"".join(filter(str.isalnum, each)).casefold(): each for each in found}
+    same = letters.get("".join(filter(str.isalnum, name)).casefold())
+    return "" if same is None else f" (did you mean {same!r}?)"
+
+
 def check_number(name: str, value: Any) -> float | int:
     """The value as a plain number; neither a truth value nor NaN is one."""
     a_number = not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)

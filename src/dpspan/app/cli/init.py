@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
-from dpspan.support.checks import near
+from dpspan.support.checks import spelt_otherwise
 
 _Keys = dict[str, Any]
 _LIKE_AN_ID = re.compile(  # patient_id, user-uuid, SSN, patientID; neither grid nor valid
@@ -208,7 +208,7 @@ def _columns(path: Path, names: list[str], label: str | None) -> _Keys:
         raise ValueError(f"Expected at least 2 columns in {path}, got {len(names)}.")
     chosen = names[-1] if label is None else label
     if chosen not in names:
-        columns = f"the {len(names)} columns of {path}{near(chosen, names)}"
+        columns = f"the {len(names)} columns of {path}{spelt_otherwise(chosen, names)}"
         raise ValueError(f"Expected --label to be one of {columns}.")
     return {"inputs": [name for name in names if name != chosen], "label": chosen}
 
