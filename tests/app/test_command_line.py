@@ -177,8 +177,10 @@ class TestQuiet:
 
             warnings.warn("dpspan: rank is reduced.", stacklevel=1)
             step = {"step": 1, "steps": 1, "epoch": 0, "epochs": 1, "epsilon": 1.0, "metrics": None}
-            more["watch"](Progress(**step))
-            return Result(**step, folder=tmp_path, status="finished", delta=1e-5)
+            for epoch in (0, 1):
+                more["watch"](Progress(plan="DPSGD", **{**step, "epoch": epoch}))
+            done = {"status": "finished", "delta": 1e-5, "evaluation": {}, "plan": "DPSGD"}
+            return Result(**step, folder=tmp_path, **done)
 
         monkeypatch.setattr("dpspan.app.run.train", noisy)
         words = ["-q", "train", str(path)] if where == "before" else ["train", str(path), "--quiet"]

@@ -237,6 +237,7 @@ class TestRuns:
                 folder = tmp_path / result.folder
                 assert {path.name for path in folder.glob("[!.]*")} == {
                     "run.json",
+                    "evaluation.json",
                     "ledger.json",
                     "metrics.jsonl",
                     "certificate.json",
@@ -362,7 +363,7 @@ class TestRuns:
         assert result.status == read(run.run)["status"]
         assert ("DP-SGD (1 budget spent)" in _printed(comparison)) == bool(lost)
         page = render([tmp_path], tmp_path / "r.html").read_text()
-        assert ("<td>DP-SGD (1 budget spent)</td>" in page) == bool(lost)
+        assert (">DP-SGD (1 budget spent)" in page) == bool(lost)
         assert result.epsilon <= BUDGET.epsilon
         assert compare(task, [PLAIN], out=tmp_path, seeds=(0,)) == comparison  # and no more
 

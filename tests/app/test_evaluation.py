@@ -127,7 +127,7 @@ def test_by_group_in_file_output_and_report(folder: Path) -> None:
     assert f"auc {auc}" in done.stdout
     page = CliRunner().invoke(app, ["report", "run", "--out", "page.html"])
     assert page.exit_code == 0, page.output
-    assert f'<td>sex = f</td><td class="number">{count}</td>' in Path("page.html").read_text()
+    assert f'>sex = f</th><td class="number">{count}</td>' in Path("page.html").read_text()
 
 
 def test_results_that_are_not_public_say_so(folder: Path) -> None:

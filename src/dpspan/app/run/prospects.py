@@ -18,7 +18,8 @@ _NOISE += "learnt: take a larger ε, a smaller model, or larger batches"
 
 def doubts(task: Task, training: Training | None = None) -> Iterator[str]:
     """For the console, where they are said now, and for the certificate; of a fit the first."""
-    private = (task.about or {}).get("data", {}).get("private", {})
+    data = (task.about or {}).get("data")  # of a task from Python it may be anything
+    private = data.get("private", {}) if isinstance(data, dict) else {}
     numbers = {*private.get("inputs", ())} - {*private.get("categories", ())}
     scaling = [private.get(key) for key in ("scale", "mean", "std")]
     is_table = private.get("format") in ("csv", "parquet")
