@@ -326,22 +326,20 @@ class TestRuns:
         monkeypatch.setattr(one_run, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
         place = Place(data=folder, checkpoints=tmp_path)
         run = Run("tiny", "DP-SGD", 8.0, 0.5, 0, False, tiny.digest("DP-SGD"))
-        steps = 0
-        real = torch.optim.SGD.step
+        saved, real = [], one_run._Kept.save
 
-        def step(self: torch.optim.SGD, *arguments: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps == 6:  # in the second epoch of four steps
+        def save(self: Any, epoch: int) -> None:
+            real(self, epoch)
+            saved.append(epoch)
+            if saved == [1]:
                 raise KeyboardInterrupt
-            return real(self, *arguments)
 
-        monkeypatch.setattr(torch.optim.SGD, "step", step)
+        monkeypatch.setattr(one_run._Kept, "save", save)
         with pytest.raises(KeyboardInterrupt):
             train(run, tiny, place)
         assert len(list(tmp_path.glob("*.safetensors"))) == 1
         found = train(run, tiny, place)
-        assert steps == 6 + 4  # the first epoch was not trained again
+        assert saved == [1, 2]  # the first epoch was not trained again
         assert sum(e["count"] for e in found["certificate"]["events"]) == 8
         assert found["epsilon"] <= 8.0
 
