@@ -62,7 +62,7 @@ RATES: dict[float, dict[str, tuple[float, float]]] = {
         "RGP": (0.5, 0.125),
         PATCHES: (4.0, 8.0),
     },
-    LARGE_EPSILON: {"DP-SGD": (2.0, 1.0), PATCHES: (8.0, 8.0)},
+    LARGE_EPSILON: {"DP-SGD": (2.0, 1.0), PATCHES: (16.0, 16.0)},  # more is level
 }
 
 
