@@ -1,4 +1,4 @@
-"""`make demo`: what public data is worth, on real digits, in about two minutes.
+"""`make demo`: what public data is worth, on real digits, in less than three minutes.
 
 Nothing is downloaded. The private records are scikit-learn's handwritten digits. Four public
 candidates: scans of the same kind that some people agreed to publish (nobody has labelled them),
@@ -177,8 +177,8 @@ def run(
     more = dataclasses.replace(task, budget=Budget(epsilon=LARGE_EPSILON, delta=DELTA))
     beside = out.with_name(f"{out.name}-large-epsilon")
     large = compare(more, offered(epsilon=LARGE_EPSILON), out=beside, **shared)
-    console.print(f"\n[bold]The same with ε = {LARGE_EPSILON:g}[/]: noise is small, and so is what")
-    console.print("public data are worth.", large)
+    lesson = "less noise, and public data are worth less"
+    console.print(f"\n[bold]The same with ε = {LARGE_EPSILON:g}[/]: {lesson}.", large)
     for sentence in verdicts(large):
         console.print(f"• {sentence}")
     pages = [render([folder], folder / "report.html") for folder in (out, beside)]
