@@ -583,6 +583,9 @@ def test_compare_refuses(folder: Path) -> None:
     data: Any = settings(folder)["data"]
     untested = written(folder, "two.yaml", **shared(folder), data={**data, "test": None})
     assert "Expected data.test" in refused(untested)
+    secret = {"data": {**data, "test_is_public": False}, "evaluate": {"noise_multiplier": 5.0}}
+    released = written(folder, "two.yaml", **shared(folder), **secret)
+    assert "Leave evaluate.noise_multiplier out" in refused(released)
 
 
 def test_the_probe_network_can_be_trained(folder: Path) -> None:

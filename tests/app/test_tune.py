@@ -288,6 +288,16 @@ def test_units_are_refused_by_name(folder: Path) -> None:
         tune(config(folder, budget=BUDGET, data=data))
 
 
+def test_what_it_cannot_do_is_refused_before_anything_is_paid(folder: Path) -> None:
+    linear = {"model": {"name": "logistic"}, "method": {"name": "adagrad"}}
+    with pytest.raises(ValueError, match=r"the method adagrad in one fit: search its learning"):
+        tune(config(folder, budget=BUDGET, **linear))
+    with pytest.raises(ValueError, match=r"leave evaluate\.noise_multiplier out"):
+        data = settings(folder)["data"] | {"test_is_public": False}
+        tune(config(folder, budget=BUDGET, data=data, evaluate={"noise_multiplier": 5.0}))
+    assert not list(folder.rglob("ledger.json"))
+
+
 def test_an_epsilon_is_needed(folder: Path) -> None:
     fixed = {"noise_multiplier": 1.0, "delta": 1e-3}
     with pytest.raises(ValueError, match=r"Expected budget\.epsilon, or epsilon="):

@@ -35,6 +35,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.accounting.questions import private_metric
 from dpspan.app.config import Config, load_config
+from dpspan.app.config.methods import ConvexSection
 from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
@@ -94,6 +95,16 @@ def tune(
         raise ValueError(
             "`dpspan tune` protects records, and data.unit asks for units of several: search by "
             "`dpspan advise`, or settle the hyperparameters otherwise, and train."
+        )
+    if isinstance(config.method, ConvexSection):
+        raise ValueError(
+            f"`dpspan tune` trains step by step, and the method {config.method.name} in one fit: "
+            "search its learning rate by `dpspan advise`, or on public rows, and train."
+        )
+    if config.evaluate.noise_multiplier is not None:
+        raise ValueError(
+            "`dpspan tune` releases no accuracy of test records: leave evaluate.noise_multiplier "
+            "out, or train with the settings that it finds."
         )
     budget = config.budget
     epsilon = budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)

@@ -97,6 +97,8 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
         raise ValueError("Expected data.test: a comparison measures models on it.")
     if first.budget.epsilon is None:
         raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    if any(config.evaluate.noise_multiplier is not None for config in settings.values()):
+        raise ValueError("Leave evaluate.noise_multiplier out: `dpspan train` alone pays for it.")
     return settings
 
 
