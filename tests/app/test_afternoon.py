@@ -99,7 +99,7 @@ def test_from_a_table_to_a_report(tmp_path: Path) -> None:
     for expected in (
         "ε = 3",
         f"{100 * trained['metrics']['test_accuracy']:.1f}",
-        "What the guarantee means",
+        "What is guaranteed",
         "36 training steps, each on a random 0.16 of the records",
         "clinic:network",
         'id="plot-accuracy"',

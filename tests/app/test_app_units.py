@@ -69,6 +69,7 @@ def config(settings: dict[str, Any], **data: Any) -> Any:
     return parse_config(yaml.safe_dump({**settings, "data": {**settings["data"], **data}}))
 
 
+@pytest.mark.filterwarnings("ignore:dpspan. columns of numbers")
 def test_training_certifies_and_reports_units(settings: dict[str, Any], tmp_path: Path) -> None:
     result = train(config(settings, records_per_unit=3))
     document = json.loads((tmp_path / "run" / "certificate.json").read_text())

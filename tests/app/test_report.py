@@ -122,7 +122,7 @@ class TestPage:
             assert f'id="plot-{name}"' in page
         for row in ("public only", "warm start + DP-SGD", "DP-SGD"):
             assert re.search(rf'<th scope="row">{re.escape(row)}( \(best|</th>)', page)
-        assert page.count("(best of the private ones)") == 1
+        assert page.count("(best of the private ones)") >= 1  # or more that are level
 
     def test_every_plot_is_told_in_words(self, compared: Path, page: str) -> None:
         comparison = json.loads((compared / "comparison.json").read_text())

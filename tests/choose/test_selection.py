@@ -475,7 +475,8 @@ def test_it_finds_the_candidate_that_captures_most():
     )
     assert few.public.count == 50  # what was compared
     assert choice.candidates == ("far", "near")
-    assert "With 400 records, ε = 1 and 2 candidates, one that captures 0.0058 more" in choice.note
+    assert "With 400 records, ε = 1 and 2 candidates, the best is found in 95% of" in choice.note
+    assert "if its captured energy is 0.0058 above every other's" in choice.note
     assert ledger.events == ((pure_event(1.0), 1),)
     assert {record.name for record in ledger.public} == {"far", "near"}
     assert all("ε = 1, rank 4" in record.detail for record in ledger.public)

@@ -267,5 +267,7 @@ def test_tables_that_cannot_be_read(folder: Path) -> None:
     ):
         assert "folder.csv is not a readable CSV file: Is a directory." in error
     Path("empty.csv").write_text("")
-    assert "no column 'a' among its 0." in said("train", written(data__private=table("empty")))
+    assert "no column 'a', 'b', 'c', 'label' among its 0." in said(
+        "train", written(data__private=table("empty"))
+    )
     assert ".." not in said("train", written(data__private=table("empty")))
