@@ -54,10 +54,10 @@ def test_a_run_trains_what_follows_the_layer(folder: Path) -> None:
     run = RunFolder(folder / "run")
     weights = safetensors.torch.load_file(run.model)
     assert weights["1.weight"].shape == (10, 40)
-    tested, record = sorted(
-        certificate(run)["public"], key=lambda each: each["detail"] != "measured on"
-    )
-    assert tested["name"] == "test"
+    public = {record["detail"]: record for record in certificate(run)["public"]}
+    names = {detail: record["name"] for detail, record in public.items()}
+    assert names == {"PatchFeatures": "optin", "measured on": "test"}
+    record = public["PatchFeatures"]
     parts = make_parts(config(folder, features=PATCHES, budget=NOISY), features=run.features)
     assert record["sha256"] == parts.layer.public.digest
     # What is in the folder is the whole model.
