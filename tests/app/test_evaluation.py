@@ -154,6 +154,9 @@ def test_an_accuracy_with_noise_is_within_the_budget(folder: Path) -> None:
     again = train(parse_config(yaml.safe_dump(described(folder, **sections))), resume=True)
     assert again.evaluation["test_accuracy"] == released  # and is not drawn once more
     assert read_json(RunFolder("run").certificate)["events"] == certificate["events"]
+    RunFolder("run").evaluation.unlink()
+    with pytest.raises(ValueError, match=r"evaluation\.json is missing, with an accuracy that is"):
+        train(parse_config(yaml.safe_dump(described(folder, **sections))), resume=True)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,10 @@ class Run:
         self._note_unprivate()
         if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
             self._ledger.charge(gaussian_event(self.evaluation.section.noise_multiplier or 1.0))
+        ended = self.evaluation.unseen is not None and (folder.facts or {}).get("status")
+        if saved is not None and ended and "test_accuracy" not in self._evaluated:
+            lost = f"{folder.evaluation} is missing, with an accuracy that is released once"
+            raise ValueError(f"{lost}. Restore it, or choose another output folder.")
         if isinstance(self.contender.method, FullBatch):
             self._ledger.warn(*doubts(task))
             self._declare_test()
