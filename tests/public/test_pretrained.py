@@ -76,6 +76,11 @@ def test_copies_of_public_samples_are_refused_and_the_rest_is_on_the_certificate
     assert used["detail"] == "PretrainedFeatures"
 
 
+def test_it_can_be_printed(timm: Any) -> None:
+    layer = dpspan.PretrainedFeatures.learn(images(40, 0), model="timm/tiny")
+    assert "model='timm/tiny'" in repr(nn.Sequential(layer))
+
+
 def test_it_is_read_again_with_the_weights_it_had(timm: Any, tmp_path: Path) -> None:
     public = images(40, 0)
     layer = dpspan.PretrainedFeatures.learn(public, model="timm/tiny")

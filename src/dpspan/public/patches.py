@@ -204,7 +204,8 @@ class PatchFeatures(nn.Module):
         return PatchResponses(banks, tensors["responses.flat"], settings)
 
     def extra_repr(self) -> str:
-        return f"power={self.settings['power']}, {self.basis.shape[1]} directions"
+        about = "".join(f"{name}={value!r}, " for name, value in self.settings.items())
+        return f"{about}{self.basis.shape[1]} directions"
 
 
 def encode(
