@@ -1,7 +1,7 @@
 """One model, several processes: `python -m benchmarks.processes [--models …] [--worlds 1 2 4]`.
 
 On a GPU (`--device cuda`) there is one process, alone or as a world of one, and data loading, which
-is the same in both, is left out of the time.
+is the same in both, is left out of the time. All are started once and then take steps in turn.
 
 Each process has one thread and its part of every batch; all of it goes through the engine: loader,
 checks between processes, sums, noise, the optimizer. `alone` is a process that knows of no others,
@@ -18,8 +18,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from dpspan import PrivacyEngine
 from dpspan.support.distributed import Processes
 
 CHOSEN = ("DP-SGD", "RGP, rank 8", "GEP")
-WARM_UP = 3
 RECORDS = 20  # expected batches in the dataset
+Measure = Callable[[float], dict[str, Any]]
 
 
 class Repeated(Dataset[tuple[Tensor, Tensor]]):
@@ -71,42 +71,49 @@ def counted() -> Iterator[list[int]]:
         Processes._travel = plain  # type: ignore[method-assign]
 
 
-def steps(
-    model: str, method: str, case: Case, seconds: float, device: str
-) -> tuple[list[float], float]:
-    """Milliseconds of each step, and bytes of one."""
-    problem = PROBLEMS[model]
-    x, y = problem.data(case.private + case.public, "cpu")
-    public = x[case.private :], y[case.private :]
-    x, y = x[: case.private], y[: case.private]
-    module = problem.model(device)
-    _, optimizer, loader = PrivacyEngine().make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=contenders.LEARNING_RATE),
-        data_loader=DataLoader(Repeated(x, y), batch_size=case.private),
-        method=METHODS[method](public, case.rank),
-        criterion=(criterion := nn.CrossEntropyLoss()),
-        noise_multiplier=contenders.NOISE,
-    )
-    times: list[float] = []
-    with counted() as sent:
-        while sum(times) < 1000 * seconds or len(times) < WARM_UP + 3:
+class Steps:
+    """A run that takes steps for so many seconds whenever it is asked to."""
+
+    def __init__(self, model: str, method: str, case: Case, device: str) -> None:
+        problem, self._device = PROBLEMS[model], device
+        x, y = problem.data(case.private + case.public, "cpu")
+        public = x[case.private :], y[case.private :]
+        x, y = x[: case.private], y[: case.private]
+        self._module, self._criterion = problem.model(device), nn.CrossEntropyLoss()
+        _, self._optimizer, self._loader = PrivacyEngine().make_private(
+            module=self._module,
+            optimizer=torch.optim.SGD(self._module.parameters(), lr=contenders.LEARNING_RATE),
+            data_loader=DataLoader(Repeated(x, y), batch_size=case.private),
+            method=METHODS[method](public, case.rank),
+            criterion=self._criterion,
+            noise_multiplier=contenders.NOISE,
+        )
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self._loader
+
+    def take(self, seconds: float) -> tuple[list[float], float]:
+        """Milliseconds of each step, and bytes of one."""
+        times: list[float] = []
+        with counted() as sent:
             start, before = time.perf_counter(), sent[0]
-            for images, labels in loader:
-                if device == "cuda":
-                    images, labels = images.to(device), labels.to(device)
-                    synchronize(device)
+            for images, labels in self._batches:
+                if self._device == "cuda":
+                    images, labels = images.to(self._device), labels.to(self._device)
+                    synchronize(self._device)
                     start = time.perf_counter()
-                optimizer.zero_grad()
-                criterion(module(images), labels).backward()
-                optimizer.step()
-                synchronize(device)
+                self._optimizer.zero_grad()
+                self._criterion(self._module(images), labels).backward()
+                self._optimizer.step()
+                synchronize(self._device)
                 times.append(1000 * (time.perf_counter() - start))
                 start = time.perf_counter()
                 bytes_of_one, before = sent[0] - before, sent[0]
-                if _any(sum(times) > 1000 * seconds and len(times) >= WARM_UP + 3):
+                if _any(sum(times) > 1000 * seconds and len(times) >= 3):
                     break
-    return times[WARM_UP:], bytes_of_one
+        return times, bytes_of_one
 
 
 def _any(fact: bool) -> bool:
@@ -127,38 +134,66 @@ def message(megabytes: float) -> float:
 
 
 def child(rank: int, world: int | None, store: str, pipe: Any, task: tuple[Any, ...]) -> None:
-    """One of the processes; None is a process that knows of no others."""
+    """One of the processes, which takes steps when told to; None knows of no others."""
     torch.set_num_threads(1)
     if world is not None:
         found = distributed.FileStore(store, world)
         distributed.init_process_group("gloo", store=found, rank=rank, world_size=world)
-    result: dict[str, Any] = {}
-    result["milliseconds"], result["bytes"] = steps(*task)
+    run = Steps(*task)
+    run.take(seconds=0)  # the first steps are slower
+    messages = None
     if world is not None and world > 1:
-        result["messages"] = {str(size): message(size) for size in (0.001, 1.0, 8.0)}
-    if rank == 0:
-        pipe.send(result)
-    pipe.close()
+        messages = {str(size): message(size) for size in (0.001, 1.0, 8.0)}
+    while (seconds := pipe.recv()) is not None:
+        times, sent = run.take(seconds)
+        pipe.send({"milliseconds": times, "bytes": sent, "messages": messages})
     if world is not None:
         distributed.destroy_process_group()
 
 
-def measured(world: int | None, *task: Any) -> dict[str, Any]:
-    """What the first of so many processes found."""
+@contextmanager
+def started(world: int | None, task: tuple[Any, ...]) -> Iterator[Measure]:
+    """What to call for a number of seconds of steps: it returns what the first process found."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        mine, theirs = context.Pipe(duplex=False)
-        started = [
+        pipes = [context.Pipe() for _ in range(world or 1)]
+        processes = [
             context.Process(target=child, args=(rank, world, f"{folder}/store", theirs, task))
-            for rank in range(world or 1)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in started:
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
             process.start()
-        theirs.close()
-        result: dict[str, Any] = mine.recv()
-        for process in started:
+            theirs.close()  # so that a process that dies is noticed
+
+        def measured(seconds: float) -> dict[str, Any]:
+            for mine, _ in pipes:
+                mine.send(seconds)
+            results: list[dict[str, Any]] = [mine.recv() for mine, _ in pipes]
+            return results[0]
+
+        yield measured
+        for mine, _ in pipes:
+            mine.send(None)
+        for process in processes:
             process.join()
-    return result
+
+
+def in_turn(
+    worlds: Sequence[int | None], task: tuple[Any, ...], rounds: int, seconds: float
+) -> dict[str, list[dict[str, Any]]]:
+    """What each world found in each round; all stay alive, as a machine changes with time."""
+    with ExitStack() as stack:
+        running = {
+            "alone" if world is None else str(world): stack.enter_context(started(world, task))
+            for world in worlds
+        }
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
+        for index in range(rounds):
+            # Each goes first as often: what comes after a pause may run at other clocks.
+            order = list(running) if index % 2 == 0 else list(reversed(running))
+            for name in order:
+                found[name].append(running[name](seconds))
+    return found
 
 
 def main() -> None:
@@ -180,12 +215,8 @@ def main() -> None:
     for model in options.models:
         case = CASES[options.device][model]
         for method in options.methods:
-            rounds: dict[str, list[dict[str, Any]]] = {}
-            for _ in range(options.rounds):  # in turn: a machine is not the same all the time
-                for world in (None, *worlds):
-                    name = "alone" if world is None else str(world)
-                    found = measured(world, model, method, case, options.seconds, options.device)
-                    rounds.setdefault(name, []).append(found)
+            task = (model, method, case, options.device)
+            rounds = in_turn((None, *worlds), task, options.rounds, options.seconds)
             medians = {
                 name: [statistics.median(each["milliseconds"]) for each in found]
                 for name, found in rounds.items()
@@ -198,7 +229,7 @@ def main() -> None:
                         a / b for a, b in zip(medians["alone"], medians[name], strict=True)
                     ),
                     "bytes": found[0]["bytes"],
-                    "messages": found[0].get("messages"),
+                    "messages": found[0]["messages"],
                 }
                 for name, found in rounds.items()
             }
