@@ -234,14 +234,14 @@ CLAIMS = (
         says="ahead of DP-SGD on frozen features, CIFAR-10",
         where="Table 3",
         evidence=_each(FROZEN["GEP"], FROZEN["DP-SGD"], {0.1: 2.7, 0.5: 2.4, 1.0: 1.1, 2.0: 1.4}),
-        setting="EfficientNet-Lite0 (ResNet-152)",
+        setting="EfficientNet-Lite2 (ResNet-152)",
     ),
     Claim(
         paper=GEP,
         says="DP-SGD ahead of B-GEP on frozen features at ε ≥ 1",
         where="Table 3",
         evidence=_each(FROZEN["DP-SGD"], FROZEN["B-GEP"], {1.0: 0.1, 2.0: 0.2}),
-        setting="EfficientNet-Lite0 (ResNet-152)",
+        setting="EfficientNet-Lite2 (ResNet-152)",
     ),
     Claim(
         paper=GEP,
