@@ -154,7 +154,7 @@ def test_the_public_data_must_be_there(folder: Path) -> None:
 
 
 def test_images_may_be_too_small(folder: Path) -> None:
-    with pytest.raises(ValueError, match="room for 2 × 2 patches of 9 × 9"):
+    with pytest.raises(ValueError, match="two images of 10 × 10 pixels"):
         train(config(folder, features={"name": "patches", "public": "optin"}, budget=NOISY))
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import dpspan
-from dpspan.public import patches
-from dpspan.public.patches import PatchFeatures, PatchResponses, _centres, _directions
+from dpspan.public import patch_filters, patches
+from dpspan.public.patch_filters import PatchResponses, _centres
+from dpspan.public.patches import PatchFeatures, _directions
 
 
 def images(count: int, seed: int, channels: int = 3, side: int = 14) -> Tensor:
@@ -53,6 +54,41 @@ def responses_slowly(responses: PatchResponses, image: Tensor) -> Tensor:
     return torch.cat(pools)
 
 
+def second_slowly(responses: PatchResponses, image: Tensor) -> Tensor:
+    """The second layer's responses to one image, place by place."""
+    second = responses.second.double()
+    threshold, filters = responses.threshold, second.first.filters
+    size, across = filters.shape[-1], image.shape[-1] - filters.shape[-1] + 1
+    exceeding = torch.zeros(2 * len(filters), across, across, dtype=torch.float64)
+    for y in range(across):
+        for x in range(across):
+            patch = image[:, y : y + size, x : x + size].reshape(-1).double()
+            patch = patch - patch.mean()
+            patch = patch / (patch.var() + responses.flat.double() ** 2).sqrt()
+            response = filters.flatten(1) @ patch - second.first.offset
+            exceeding[:, y, x] = (torch.cat([response, -response]) - threshold).clamp_min(0)
+    places = range(0, across - 2, 2)
+    maps = torch.stack(
+        [
+            torch.stack([exceeding[:, y : y + 3, x : x + 3].mean((1, 2)) for x in places])
+            for y in places
+        ]
+    )
+    maps = (maps.sqrt() - second.mean) @ second.channels  # (height, width, channels)
+    inner = range(len(places) - 2)
+    found = torch.zeros(2 * len(second.filters), len(inner), len(inner), dtype=torch.float64)
+    for y in inner:
+        for x in inner:
+            patch = maps[y : y + 3, x : x + 3].permute(2, 0, 1).reshape(-1)
+            patch = patch / (patch.square().sum() + second.short**2).sqrt()
+            response = second.filters.flatten(1) @ patch - second.offset
+            both = torch.cat([response, -response])
+            found[:, y, x] = (both - second.threshold).clamp_min(0)
+    pools = [nn.functional.adaptive_avg_pool2d(found, grid) for grid in responses.grids]
+    count = len(second.filters)
+    return torch.cat([p.flatten() for pool in pools for p in (pool[:count], pool[count:])])
+
+
 def slowly(layer: PatchFeatures, image: Tensor) -> Tensor:
     """The features of one image."""
     found = responses_slowly(layer.responses, image)
@@ -84,6 +120,31 @@ def test_features_are_those_of_the_slow_algorithm(
         assert torch.allclose(slowly(learnt, image), features.double(), atol=1e-3)
 
 
+@pytest.mark.parametrize("grid", [2, (1, 2)])
+def test_responses_of_a_second_layer_are_those_of_the_slow_algorithm(grid: Any) -> None:
+    learnt = PatchFeatures.learn(
+        images(60, seed=0), filters=6, size=4, grid=grid, directions=20, mirror=False, second=15
+    )
+    for image in images(2, seed=1):
+        found = learnt.responses(image[None])[0].double()
+        first = responses_slowly(learnt.responses, image)
+        assert torch.allclose(found[: len(first)], first, atol=1e-3)
+        second = second_slowly(copy.deepcopy(learnt.responses), image)
+        assert second.count_nonzero() > len(second) / 4
+        assert torch.allclose(found[len(first) :], second, atol=1e-3 * float(second.max()))
+
+
+def test_a_second_layer_keeps_images_apart_and_knows_mirror_images() -> None:
+    learnt = PatchFeatures.learn(images(60, seed=0), filters=6, size=4, directions=20, second=15)
+    seen = images(5, seed=1)
+    assert learnt(seen).shape == (5, 20)
+    assert torch.allclose(learnt(seen), learnt(seen.flip(3)), atol=1e-3)
+    other = seen.clone()
+    other[1:] = 1e4
+    assert torch.allclose(learnt(other)[0], learnt(seen)[0], atol=1e-3)
+    assert learnt(torch.zeros(2, 3, 14, 14)).isfinite().all()
+
+
 def test_a_mirror_image_has_the_same_features() -> None:
     seen = images(4, seed=1)
     for mirror in (True, False):
@@ -96,7 +157,7 @@ def test_a_mirror_image_has_the_same_features() -> None:
 def test_an_image_does_not_see_the_others(
     learnt: PatchFeatures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
+    monkeypatch.setattr(patch_filters, "_CPU_RESPONSES", 12 * 14 * 14 * 50)  # several pieces
     seen = images(130, seed=2)
     alone = torch.cat([learnt(image[None]) for image in seen])
     assert torch.allclose(learnt(seen), alone, atol=1e-4)
@@ -246,11 +307,11 @@ def placed(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("grid", [2, (1, 2)])
-    def test_what_is_loaded_is_what_was_saved(self, grid: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("grid", "second"), [(2, 0), ((1, 2), 0), (2, 11)])
+    def test_what_is_loaded_is_what_was_saved(self, grid: Any, second: int, tmp_path: Path) -> None:
         public, seen = images(30, seed=0), images(4, seed=1)
         one = PatchFeatures.learn(
-            public, filters=7, size=(3, 5), grid=grid, directions=9, mirror=False
+            public, filters=7, size=(3, 5), grid=grid, directions=9, mirror=False, second=second
         )
         one.save(tmp_path / "f.safetensors")
         again = PatchFeatures.load(tmp_path / "f.safetensors", public)
@@ -411,7 +472,7 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 30), {}, "images of one shape"),
         (torch.rand(1, 3, 14, 14), {}, "at least two images"),
         (torch.rand(20, 1, 14, 14), {"size": (1, 4)}, "patches of more than one number"),
-        (torch.rand(20, 3, 6, 6), {"size": 6}, "room for 2 × 2 patches of 6 × 6"),
+        (torch.rand(20, 3, 6, 6), {"size": 6}, "two images of 7 × 7 pixels"),
         (torch.zeros(20, 3, 14, 14), {}, "All pixels .* are alike"),
         (images(1, seed=0).expand(20, -1, -1, -1), {}, "All images .* are alike"),
         (images(20, seed=0), {"threshold": 99.0}, "lower the threshold"),
@@ -421,7 +482,9 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 14, 14), {"grid": []}, "at least one grid"),
         (torch.rand(20, 3, 14, 14), {"views": 0}, "views"),
         (torch.rand(20, 3, 14, 14), {"grid": (2, 0)}, "grid"),
-        (torch.rand(20, 3, 9, 9), {"size": 6, "grid": (1, 5)}, "room for 5 × 5 patches of 6 × 6"),
+        (torch.rand(20, 3, 9, 9), {"size": 6, "grid": (1, 5)}, "two images of 10 × 10 pixels"),
+        (torch.rand(20, 3, 12, 12), {"second": 9}, "two images of 13 × 13 pixels"),
+        (torch.rand(20, 3, 14, 14), {"second": -1}, "second to be"),
         (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),
         (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),

@@ -20,24 +20,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, conv2d, normalize, unfold
+from torch.nn.functional import normalize
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dpspan.public.augmentation import RandomAffine
 from dpspan.public.data import Collate, PublicData, check_map_style
 from dpspan.public.fingerprints import fingerprints
 from dpspan.public.overlap import Encoded, refuse_copies
+from dpspan.public.patch_filters import PatchResponses, as_counts, room
 from dpspan.support.checks import check_count, check_number, check_seed, expect
 from dpspan.support.files import replacing
 from dpspan.support.progress import watched
 from dpspan.support.randomness import seeded
 
-_PATCHES = 200_000  # sampled for learning
-_ROUNDS = 10  # of k-means
-_FLAT = 0.15  # of the pixels' deviation, added to a patch's (squares): flat patches stay small
-_WHITENING = 0.1  # added to the variances of patches, which are about 1
-_CUT = 64  # images that are cut into patches at a time
-_CPU_RESPONSES, _GPU_RESPONSES = 2**24, 2**28  # numbers at a time: each filter has a whole image
 _AT_ONCE = 256  # images that are learnt from at a time
 _ENCODED_AT_ONCE = 512
 _COLUMNS = 4096  # of a Gram matrix's factor, multiplied at a time
@@ -98,6 +93,7 @@ class PatchFeatures(nn.Module):
         directions: int = 1000,
         whitening: float = 0.75,
         views: int = 3,
+        second: int = 0,
         seed: int = 0,
         device: torch.device | str = "cpu",
         progress: bool = True,
@@ -118,11 +114,13 @@ class PatchFeatures(nn.Module):
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
             views: how often each public image counts where directions are found: as it is, and
                 otherwise turned, moved and scaled a little, at random. More directions need more.
+            second: filters of a second layer, whose patches are of maps of a first one; 0 for none.
+                Thousands of them want a GPU.
             seed: for the sampled patches, the start of k-means, and the views.
             device: where to compute, and where the result is.
             progress: show a bar, in a terminal.
         """
-        sizes, grids = _counts("size", size), _counts("grid", grid)
+        sizes, grids = as_counts("size", size), as_counts("grid", grid)
         settings = {
             "filters": check_count("filters", filters),
             "size": sizes,
@@ -133,6 +131,7 @@ class PatchFeatures(nn.Module):
             "directions": check_count("directions", directions),
             "whitening": check_number("whitening", whitening),
             "views": check_count("views", views),
+            "second": second if second == 0 else check_count("second", second),
             "seed": check_seed(seed),
         }
         expect(filters >= len(sizes), "filters of each size", filters)
@@ -141,7 +140,7 @@ class PatchFeatures(nn.Module):
         expect(0 <= whitening <= 1, "0 <= whitening <= 1", whitening)
         expect(isinstance(mirror, bool), "mirror to be True or False", mirror)
         data = PublicData.of(public)
-        images = _images(data, sizes, max(grids)).to(device)
+        images = _images(data, min(sizes), room(sizes, grids, second > 0)).to(device)
         responses = PatchResponses.learn(images, settings)
         pieces = [(piece, view) for view in range(views) for piece in images.split(_AT_ONCE)]
         shown = watched(pieces, "learning features", shown=progress)
@@ -197,11 +196,9 @@ class PatchFeatures(nn.Module):
     @classmethod
     def _network(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
         """What comes before the directions, from its tensors in a file."""
-        banks = [
-            _Bank(*(tensors[f"responses.banks.{index}.{name}"] for name in ("filters", "offset")))
-            for index in range(len(settings["size"]))
-        ]
-        return PatchResponses(banks, tensors["responses.flat"], settings)
+        start = "responses."
+        own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+        return PatchResponses.of(settings, own)
 
     def extra_repr(self) -> str:
         about = "".join(f"{name}={value!r}, " for name, value in self.settings.items())
@@ -275,148 +272,21 @@ def _seen(layer: PatchFeatures, inputs: Tensor) -> Tensor:
     return seen[: len(inputs)].cpu()
 
 
-class _Bank(nn.Module):
-    """Filters of one size, to be applied to patches over their deviation; and their offsets."""
-
-    def __init__(self, filters: Tensor, offset: Tensor) -> None:
-        super().__init__()
-        self.filters, self.offset = nn.Buffer(filters), nn.Buffer(offset)
-
-
-class PatchResponses(nn.Module):
-    """(n, channels, height, width) to (n, 2 · filters · Σ grid²): mean responses of both signs.
-
-    They are means over the parts of each of the `grids`. Only what exceeds a threshold counts.
-    """
-
-    banks: Sequence[_Bank]
-
-    def __init__(self, banks: Sequence[_Bank], flat: Tensor, settings: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.banks = nn.ModuleList(banks)  # type: ignore[assignment]
-        self.flat = nn.Buffer(flat)
-        self.grids, self.mirror = _counts("grid", settings["grid"]), settings["mirror"]
-        self.threshold: float = settings["threshold"]
-
-    @classmethod
-    def learn(cls, images: Tensor, settings: Mapping[str, Any]) -> Self:
-        generator = torch.Generator().manual_seed(settings["seed"])
-        filters, sizes, flat = settings["filters"], settings["size"], _FLAT * images.std()
-        banks = []
-        for index, size in enumerate(sizes):
-            patches = _patches(images, size, flat, generator)
-            share = filters // len(sizes) + (index < filters % len(sizes))
-            rows, offset = _filters(patches, share, generator)
-            banks.append(_Bank(rows.view(-1, images.shape[1], size, size), offset))
-        return cls(banks, flat, settings)
-
-    @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
-        """A piece of the batch at a time: the responses of all filters are large."""
-        first = self.banks[0].filters
-        room = max(bank.filters.shape[-1] for bank in self.banks) + max(self.grids) - 1
-        fits = images.dim() == 4 and images.shape[1] == first.shape[1]
-        if not fits or min(images.shape[2:]) < room:
-            raise ValueError(
-                f"Expected images (n, {first.shape[1]}, height, width) of at least {room} × {room} "
-                f"pixels, like the public ones, got {tuple(images.shape)}."
-            )
-        images = images.to(first.dtype)
-        numbers = _CPU_RESPONSES if images.device.type == "cpu" else _GPU_RESPONSES
-        largest = max(len(bank.filters) for bank in self.banks)
-        piece = max(1, numbers // (largest * images.shape[2:].numel()))
-        return torch.cat([self._of(part) for part in images.split(piece)])
-
-    def _of(self, images: Tensor) -> Tensor:
-        found = self._one_way(images)
-        return (found + self._one_way(images.flip(3))) / 2 if self.mirror else found
-
-    def _one_way(self, images: Tensor) -> Tensor:
-        maps = []
-        for bank in self.banks:
-            response = conv2d(images, bank.filters)
-            response /= _deviation(images, bank.filters.shape[-1], self.flat)
-            response -= bank.offset[:, None, None]
-            above, below = response.clamp_min(self.threshold), response.clamp_max_(-self.threshold)
-            for grid in self.grids:
-                pooled = adaptive_avg_pool2d(above, grid), -adaptive_avg_pool2d(below, grid)
-                maps += [part.flatten(1) for part in pooled]
-        return (torch.cat(maps, 1) - self.threshold).clamp_min_(0)  # 0 but for rounding
-
-
-def _deviation(images: Tensor, size: int, flat: Tensor) -> Tensor:
-    """(n, 1, …): of each patch, and never 0."""
-    count = images.shape[1] * size**2
-    ones = images.new_full((1, images.shape[1], size, size), 1 / count)
-    # About the image's own mean: squares of values far from 0 would cancel.
-    images = images - images.mean((1, 2, 3), keepdim=True)
-    mean, square = conv2d(images, ones), conv2d(images.square(), ones)
-    variance = (square - mean.square()).clamp_min(0) * (count / (count - 1))
-    return (variance + flat.square()).sqrt()
-
-
-def _filters(patches: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(count, channels · size²), to be applied to a patch over its deviation; and their offsets."""
-    mean = patches.mean(0)
-    values, vectors = torch.linalg.eigh(torch.cov(patches.T).double())
-    whiten = (vectors * (values.clamp_min(0) + _WHITENING).rsqrt()) @ vectors.T
-    whiten = whiten.to(patches.dtype)
-    rows = _centres((patches - mean) @ whiten, count, generator) @ whiten
-    offset = rows @ mean
-    return rows - rows.mean(1, keepdim=True), offset  # takes the patch's mean away
-
-
-def _patches(images: Tensor, size: int, flat: Tensor, generator: torch.Generator) -> Tensor:
-    """(patches, channels · size²) from anywhere, without their mean and of like contrast."""
-    each = max(1, _PATCHES // len(images))
-    found = []
-    for part in images.split(_CUT):
-        cut = unfold(part, size).transpose(1, 2)
-        places = torch.rand(cut.shape[:2], generator=generator).argsort(1)[:, :each].to(cut.device)
-        found.append(cut.gather(1, places[..., None].expand(-1, -1, cut.shape[2])).flatten(0, 1))
-    patches = torch.cat(found)
-    patches -= patches.mean(1, keepdim=True)
-    return patches / (patches.var(1, keepdim=True) + flat.square()).sqrt()
-
-
-def _centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(count, …) of length 1: k-means of directions, a row and its negative being the same."""
-    expect(count <= len(rows), f"filters to be at most {len(rows)}, the patches there are", count)
-    start = torch.randperm(len(rows), generator=generator)[:count]
-    centres = normalize(rows[start.to(rows.device)])
-    for _ in range(_ROUNDS):
-        sums = torch.zeros_like(centres)
-        for part in rows.split(10_000):
-            likeness = part @ centres.T
-            nearest = likeness.abs().argmax(1)
-            weight = likeness.gather(1, nearest[:, None])
-            sums.index_add_(0, nearest, weight * part)
-        empty = sums.norm(dim=1) == 0
-        centres = torch.where(empty[:, None], centres, normalize(sums))
-    return centres
-
-
-def _counts(name: str, value: int | Sequence[int]) -> list[int]:
-    counts = [check_count(name, n) for n in (value if isinstance(value, Iterable) else [value])]
-    expect(bool(counts), f"at least one {name}", value)
-    return counts
-
-
-def _images(data: PublicData, sizes: Sequence[int], grid: int) -> Tensor:
-    """All of them, checked."""
+def _images(data: PublicData, smallest: int, side: int) -> Tensor:
+    """All of them, checked: patches of `smallest` pixels and more, images of `side` and more."""
     inputs = data.batches[0][0]
     if len(data.batches) > 1 or not isinstance(inputs, Tensor) or inputs.dim() != 4:
         raise ValueError(
             f"Expected the public data '{data.name}' to be images of one shape, (n, channels, "
             "height, width). Patches are cut out of those."
         )
-    if inputs.shape[1] * min(sizes) ** 2 < 2:
+    if inputs.shape[1] * smallest**2 < 2:
         raise ValueError("Expected patches of more than one number: give a larger size.")
-    size, side = max(sizes), min(inputs.shape[2:])
-    if side - size + 1 < grid or len(inputs) < 2:
+    if min(inputs.shape[2:]) < side or len(inputs) < 2:
         raise ValueError(
-            f"Expected at least two images with room for {grid} × {grid} patches of {size} × "
-            f"{size} pixels in '{data.name}', got {len(inputs)} of {tuple(inputs.shape[2:])}."
+            f"Expected at least two images of {side} × {side} pixels or more in '{data.name}', so "
+            "that there is a patch in every part of the grid, got "
+            f"{len(inputs)} of {tuple(inputs.shape[2:])}."
         )
     images = inputs.float()
     if not images.std() > 0:

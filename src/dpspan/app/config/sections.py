@@ -100,6 +100,7 @@ class PatchesSection(Section):
     directions: Count = 1000
     whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
     views: Count = 3
+    second: Annotated[int, Field(ge=0)] = 0
 
     @property
     def settings(self) -> dict[str, Any]:
