@@ -221,15 +221,15 @@ def test_judged_by_records_that_it_did_not_train_on(
 ) -> None:
     seen: list[tuple[set[float], set[float]]] = []
     epochs: list[int] = []
-    real = training.accuracy_and_loss
+    real = training.measured
 
-    def spy(task: Task, model: nn.Module) -> tuple[float, float]:
+    def spy(task: Task, model: nn.Module) -> dict[str, float]:
         parts = [{float(x[0]) for x, _ in part} for part in (task.private, task.test)]  # type: ignore[attr-defined,union-attr]
         seen.append((parts[0], parts[1]))
         epochs.append(task.epochs)
         return real(task, model)
 
-    monkeypatch.setattr(training, "accuracy_and_loss", spy)
+    monkeypatch.setattr(training, "measured", spy)
     for each in (Try(0.5, 0.25, 1), Try(0.5, 0.5, 1), Try(0.5, 1.0, 2)):
         row_search(tmp_path, epochs=6).make(each)
     assert epochs == [2, 3, 6]

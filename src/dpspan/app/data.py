@@ -15,13 +15,14 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dpspan.app.section import Count, File, Numbers, Positive, Section, Texts
+from dpspan.app.preprocessing import numbers
+from dpspan.app.section import Count, File, Numbers, Positive, Section, Texts, refuse
 from dpspan.support.checks import check_count, expect, spelt_otherwise
 from dpspan.support.units import Units
 
@@ -39,6 +40,29 @@ Raw = tuple[Array, Array | None, Layout | None]  # inputs, labels (numbers or te
 _PIECE = 1024  # samples compared at a time
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+
+
+class Target(Section):
+    """The range of labels that are numbers, known in advance: what is beyond a bound counts as it.
+
+    Models are trained on numbers between −1 and 1.
+    """
+
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low >= self.high:
+            refuse("", "Expected `low` below `high`.")
+        return self
+
+    def scaled(self, numbers: Array) -> Array:
+        return np.clip((numbers - (self.low + self.high) / 2) * 2 / (self.high - self.low), -1, 1)
+
+    def unscaled(self, outputs: Array) -> Array:
+        """What a model's outputs mean: nothing beyond the bounds."""
+        return (self.low + self.high) / 2 + np.clip(outputs, -1, 1) * (self.high - self.low) / 2
 
 
 class Source(Section):
@@ -81,7 +105,7 @@ class Loaded:
     """What was read: the samples, and what a model has to know to take them."""
 
     dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
-    classes: int
+    outputs: int  # of a model for a sample: one a class, or the one number that is predicted
     raw: Array = field(repr=False)  # fingerprints of the inputs before scaling
     units: Units | None = None  # whose they are, if not each somebody else's
 
@@ -123,8 +147,10 @@ def _pieces(inputs: Tensor) -> Iterator[Tensor]:
     return (piece.float() for piece in inputs.split(_PIECE))
 
 
-def load(source: Source, *, classes: Classes, preprocessing: Preprocessing | None = None) -> Loaded:
-    """Read a source; its labels are classes 0, 1, …, or texts out of the names in `classes`.
+def load(
+    source: Source, *, classes: Classes | Target, preprocessing: Preprocessing | None = None
+) -> Loaded:
+    """Read a source; its labels are classes 0, 1, …, texts out of `classes`, or numbers.
 
     The number of classes is given, not counted: which labels occur is private. Errors show no value
     of the file. They say which sample is the first bad one, and are for the operator's eyes only.
@@ -134,12 +160,13 @@ def load(source: Source, *, classes: Classes, preprocessing: Preprocessing | Non
 
     from dpspan.public.fingerprints import fingerprints, packed
 
-    count = check_count("classes", classes if isinstance(classes, int) else len(classes))
+    target, names = (classes, 1) if isinstance(classes, Target) else (None, classes)
+    count = check_count("classes", names if isinstance(names, int) else len(names))
     if not source.path.exists():
         here = f"Paths are relative to the folder that dpspan is started in, {Path.cwd()}"
         raise FileNotFoundError(f"There is nothing at {source.path}. {here}.")
     inputs, labels, layout = (
-        source.read(classes) if preprocessing is None else source.prepared(preprocessing)
+        source.read(names) if preprocessing is None else source.prepared(preprocessing)
     )
     if inputs.dtype == object or inputs.ndim < 2 or not len(inputs):
         raise ValueError(
@@ -159,9 +186,13 @@ def load(source: Source, *, classes: Classes, preprocessing: Preprocessing | Non
         if labels.shape != (len(inputs),):
             one_each = f"one label for each of the {len(inputs)} samples in {source.path}"
             raise ValueError(f"Expected {one_each}, got labels of shape {labels.shape}.")
-        arrays.append(_class_numbers(source.path, labels, classes, count))
+        arrays.append(
+            _class_numbers(source.path, labels, names, count)
+            if target is None
+            else target.scaled(_measured(source.path, labels))[:, None].astype(np.float32)
+        )
     dataset = TensorDataset(*map(torch.from_numpy, arrays))
-    return Loaded(dataset=dataset, classes=count, raw=raw)
+    return Loaded(dataset=dataset, outputs=count, raw=raw)
 
 
 def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
@@ -183,15 +214,26 @@ def _scale(source: Source, inputs: Array, usual: float) -> None:
     """In place."""
     inputs /= source.scale or usual
     for name, apply in (("mean", np.subtract), ("std", np.divide)):
-        numbers = np.asarray(getattr(source, name), dtype=np.float32)
-        if numbers.ndim and len(numbers) != inputs.shape[1]:
+        given = np.asarray(getattr(source, name), dtype=np.float32)
+        if given.ndim and len(given) != inputs.shape[1]:
             raise ValueError(
                 f"Expected {name} to be one number, or {inputs.shape[1]} for the channels or "
-                f"columns of {source.path}, got {len(numbers)}."
+                f"columns of {source.path}, got {len(given)}."
             )
-        positive = name == "mean" or bool((numbers > 0).all())
+        positive = name == "mean" or bool((given > 0).all())
         expect(positive, f"std > 0 for {source.path}", source.std)
-        apply(inputs, numbers.reshape(-1, *[1] * (inputs.ndim - 2)), out=inputs)
+        apply(inputs, given.reshape(-1, *[1] * (inputs.ndim - 2)), out=inputs)
+
+
+def _measured(path: Path, labels: Array) -> Array:
+    """Labels as numbers; ValueError with the first that is none."""
+    found = numbers(labels)
+    wrong = np.flatnonzero(~np.isfinite(found))
+    if len(wrong):
+        cure = "Correct it or leave the sample out, or give `classes` in place of `target`"
+        here = f"Expected numbers as labels in {path}, got something else at sample {wrong[0]}"
+        raise ValueError(f"{here}. {cure}.")
+    return found
 
 
 def _class_numbers(path: Path, labels: Array, classes: Classes, count: int) -> Array:
@@ -199,22 +241,22 @@ def _class_numbers(path: Path, labels: Array, classes: Classes, count: int) -> A
     kind = labels.dtype.kind
     # 1.0 is whole: tables with gaps have it.
     if kind in "biu" or (kind == "f" and np.array_equal(labels, np.floor(labels))):
-        numbers = labels.astype(np.int64)
+        codes = labels.astype(np.int64)
     elif isinstance(classes, int):  # texts that spell numbers
         texts = (str(label).strip() for label in labels)
-        numbers = np.array([int(text) if text.isdecimal() else -1 for text in texts])
-        if -1 in numbers:
+        codes = np.array([int(text) if text.isdecimal() else -1 for text in texts])
+        if -1 in codes:
             cure = "List the names of the classes in `classes`"
     else:
         known = {name: number for number, name in enumerate(classes)}
-        numbers = np.array([known.get(str(label), -1) for label in labels])
+        codes = np.array([known.get(str(label), -1) for label in labels])
         expected, cure = f"out of {list(classes)}", "Add it to `classes`, or correct the label"
-    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
+    wrong = np.flatnonzero((codes < 0) | (codes >= count))
     if len(wrong):
         raise ValueError(
             f"Expected labels {expected} in {path}, got another at sample {wrong[0]}. {cure}."
         )
-    return numbers
+    return codes
 
 
 @contextlib.contextmanager

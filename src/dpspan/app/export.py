@@ -9,7 +9,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import nn
 
-from dpspan.app.data import optional
+from dpspan.app.data import Target, optional
 from dpspan.app.trained import TrainedRun
 from dpspan.support.checks import expect
 from dpspan.support.files import replacing
@@ -21,7 +21,7 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     Args:
         run: what `dpspan.load_run` gives.
         to: "safetensors", the weights; or "onnx" (the extra `onnx`), from inputs as the model
-            takes them to the probabilities of the classes.
+            takes them to the probabilities of the classes, or to the number that is predicted.
         out: a folder; `export` in that of the run by default.
     """
     expect(to in _WRITERS, f"a format out of {', '.join(_WRITERS)}", to)
@@ -30,7 +30,8 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     model, card = folder / f"model.{to}", folder / "MODEL_CARD.md"
     price = folder / "model.certificate.json"  # a report would take certificate.json for a run's
     facts = {key: str(run.certificate[key]) for key in ("private", "epsilon", "delta", "adjacency")}
-    facts["classes"] = json.dumps(run.classes)
+    target = run.config.data.target
+    facts |= {"classes": json.dumps(run.classes)} if target is None else {"target": str(target)}
     with replacing(model, what="the model") as temporary:
         _WRITERS[to](run, temporary, facts)
     loader = PackageLoader("dpspan.app.report")
@@ -50,17 +51,31 @@ def _safetensors(run: TrainedRun, path: Path, facts: dict[str, str]) -> None:
     safetensors.torch.save_model(run.model, str(path), metadata={"format": "pt", **facts})
 
 
+class _InUnits(nn.Module):
+    """Outputs as numbers between the bounds."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._middle, self._half = (target.low + target.high) / 2, (target.high - target.low) / 2
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self._middle + self._half * outputs.clamp(-1, 1)
+
+
 def _onnx(run: TrainedRun, path: Path, facts: dict[str, str]) -> None:
     optional("onnxscript", "Exports to ONNX", "onnx")
     if run.sample_shape is None or run.config.features is not None:
         what = "a run of this dpspan, without a `features` section"
         raise ValueError(f"Exports to ONNX need {what}: export to safetensors instead.")
     tokens = getattr(run.config.data.private, "tokens", False)
+    target = run.config.data.target
+    last: nn.Module = nn.Softmax(dim=1) if target is None else _InUnits(target)
+    output = "probabilities" if target is None else "prediction"
     program = torch.onnx.export(
-        nn.Sequential(run.model, nn.Softmax(dim=1)).eval(),
+        nn.Sequential(run.model, last).eval(),
         (torch.zeros(2, *run.sample_shape, dtype=torch.int64 if tokens else torch.float32),),
         input_names=["inputs"],
-        output_names=["probabilities"],
+        output_names=[output],
         dynamic_shapes=({0: torch.export.Dim("records")},),
         dynamo=True,
         verbose=False,

@@ -21,6 +21,7 @@ from dpspan.app.run.evaluation import classified
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.from_config import FEATURES
 from dpspan.app.run.models import load_weights, new_model
+from dpspan.support.checks import expect
 from dpspan.support.randomness import seeded
 
 _UNLABELLED = {"label": None, "labels": None, "labelled": False}
@@ -32,7 +33,7 @@ class TrainedRun:
 
     folder: Path
     config: Config
-    classes: tuple[str, ...]  # in the order of the model's outputs
+    classes: tuple[str, ...]  # in the order of the model's outputs; none where it tells a number
     model: nn.Module  # in evaluation mode, behind the frozen layer of `features` if there is one
     sample_shape: tuple[int, ...] | None  # of what is trained
     certificate: dict[str, Any]
@@ -44,7 +45,8 @@ class TrainedRun:
     def __repr__(self) -> str:
         private = "" if self.certificate["private"] else ", NOT PRIVATE"
         price = f"ε = {self.epsilon:.4g} at δ = {self.delta:g}{private}"
-        return f"<TrainedRun of {self.folder}: {len(self.classes)} classes, {price}>"
+        what = f"{len(self.classes)} classes" if self.classes else "a number"
+        return f"<TrainedRun of {self.folder}: {what}, {price}>"
 
     def source(self, path: str | Path) -> Source:
         """New records at this path, in the format and with the columns of the private ones."""
@@ -58,9 +60,13 @@ class TrainedRun:
         Or of an array of inputs as the model takes them, scaled already; or, where the run has
         data.preprocessing, of a table in memory: a mapping by column, or a pandas frame.
         """
-        classes, columns = self.config.data.classes, self.preprocessing
+        expect(bool(self.classes), "a classifier: this run has data.target, so predict", None)
+        return np.asarray(self._outputs(data).softmax(1).numpy())
+
+    def _outputs(self, data: Any) -> torch.Tensor:
+        labels, columns = self.config.data.labels, self.preprocessing
         if isinstance(data, str | Path):
-            inputs = load(self.source(data), classes=classes, preprocessing=columns).tensors[0]
+            inputs = load(self.source(data), classes=labels, preprocessing=columns).tensors[0]
         elif columns is not None and hasattr(data, "keys"):
             inputs = torch.from_numpy(columns.transform(data))
         else:
@@ -73,11 +79,12 @@ class TrainedRun:
         if wanted not in (None, given) and self.config.features is None:
             raise ValueError(f"Expected samples of shape {wanted} for the model, got {given}.")
         with torch.no_grad():
-            outputs = torch.cat([self.model(part) for part in inputs.split(1024)])
-        return np.asarray(outputs.double().softmax(1).numpy())
+            return torch.cat([self.model(part) for part in inputs.split(1024)]).double()
 
-    def predict(self, data: Any) -> NDArray[np.str_]:
-        """The name of each record's class, (records,): see the section `evaluate`."""
+    def predict(self, data: Any) -> NDArray[Any]:
+        """The name of each record's class, or its number, (records,); see `evaluate`."""
+        if (target := self.config.data.target) is not None:
+            return np.asarray(target.unscaled(self._outputs(data)[:, 0].numpy()))
         return self.named(self.predict_proba(data))
 
     def named(self, probabilities: NDArray[np.float64]) -> NDArray[np.str_]:
@@ -100,9 +107,9 @@ def load_run(path: str | Path) -> TrainedRun:
     if isinstance(config.model, CheckpointSection):
         kept = config.model.model_dump(include={"factory", "arguments", "fix"})
         config = config.model_copy(update={"model": FactorySection(**kept)})
-    classes = config.data.classes
+    classes = config.data.classes or ()
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else classes
-    like: Any = SimpleNamespace(shape=tuple(shape or ()), classes=len(names))
+    like: Any = SimpleNamespace(shape=tuple(shape or ()), outputs=len(names) or 1)
     with seeded(0):  # of weights that are replaced at once
         model = new_model(config, like)
     load_weights(model, folder.model)

@@ -39,7 +39,7 @@ from dpspan.app.config.methods import ConvexSection
 from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
-from dpspan.app.run.training import Training, accuracy_and_loss, outputs_on
+from dpspan.app.run.training import Training, measured, outputs_on
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData
@@ -101,6 +101,8 @@ def tune(
             f"`dpspan tune` trains step by step, and the method {config.method.name} in one fit: "
             "search its learning rate by `dpspan advise`, or on public rows, and train."
         )
+    if config.data.target is not None:
+        raise ValueError("`dpspan tune` compares accuracies, which data.target has not: train.")
     if config.evaluate.noise_multiplier is not None:
         raise ValueError(
             "`dpspan tune` releases no accuracy of test records: leave evaluate.noise_multiplier "
@@ -311,8 +313,8 @@ class _Search:
         model = self._task.new_model(config.training.seed)
         model.load_state_dict(self._weights)
         if self._task.test is not None:
-            accuracy, loss = accuracy_and_loss(self._task, model)
-            line |= {self._task.metric("loss"): loss, self._task.metric("accuracy"): accuracy}
+            found = measured(self._task, model)
+            line |= {self._task.metric(name): value for name, value in found.items()}
         folder.write_ledger(ledger)
         folder.write_certificate(document)
         folder.write_model(model)

@@ -95,8 +95,7 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
         raise ValueError("Expected one `choose` section: rows that choose share what they chose.")
     if first.data.test is None:
         raise ValueError("Expected data.test: a comparison measures models on it.")
-    if first.budget.epsilon is None:
-        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    _check_compared(first)
     if any(config.evaluate.noise_multiplier is not None for config in settings.values()):
         raise ValueError("Leave evaluate.noise_multiplier out: `dpspan train` alone pays for it.")
     return settings
@@ -178,7 +177,7 @@ def advise_command(
     from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import contender_of, task_of
 
-    columns, classes = frozen_columns(settings), settings.data.classes
+    columns, classes = frozen_columns(settings), settings.data.labels
     loaded = {
         name: load(each, classes=classes, preprocessing=columns)
         for name, each in settings.data.public.items()
@@ -236,9 +235,15 @@ def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
         raise ValueError(f"Expected data.records or --records, about how many: {unopened}.")
     if not settings.data.public:
         raise ValueError("Expected data.public: advice is found on labelled public data.")
-    if settings.budget.epsilon is None:
-        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    _check_compared(settings)
     return settings, records
+
+
+def _check_compared(config: Config) -> None:
+    if config.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    if config.data.target is not None:
+        raise ValueError("Expected data.classes: accuracies are compared, data.target has none.")
 
 
 @app.command(name="demo")

@@ -26,6 +26,9 @@ _LIKE_AN_ID = re.compile(  # patient_id, user-uuid, SSN, patientID; neither grid
 def init(
     data: Annotated[Path | None, typer.Option(help="The private data: a file or folder.")] = None,
     classes: Annotated[str | None, typer.Option(help="Their number, or names: cat,dog.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Range of labels that are numbers, instead: 0,200.")
+    ] = None,
     label: Annotated[str | None, typer.Option(help="Column or array with the labels.")] = None,
     dictionary: Annotated[Path | None, typer.Option(help="CSV that describes columns.")] = None,
     unit: Annotated[str | None, typer.Option(help="Column of ids, for several a person.")] = None,
@@ -46,27 +49,25 @@ def init(
     quiet: Quiet = False,
 ) -> None:
     """Write a commented configuration for `dpspan train`."""
+    problems, between = list[str](), None
     if interactive:
         data = data or Path(typer.prompt("Private data (file or folder)"))
-        classes = classes or typer.prompt("Number of classes, or their names (cat,dog)")
-    problems, sources, columns = list[str](), dict[str, _Keys](), _Keys()
-    if data is None or classes is None:
-        problems.append("Expected --data and --classes, or --interactive to be asked for them.")
+        if target is None:
+            classes = classes or typer.prompt("Number of classes, or their names (cat,dog)")
+    if data is None or (classes is None) == (target is None):
+        wanted = "--data and --classes (or --target, where labels are numbers)"
+        problems.append(f"Expected {wanted}, or --interactive to be asked for them.")
     if out.exists() and not force:
         problems.append(f"{out} exists already: pass --force to replace it, or --out.")
-    if test is None and data is not None and data.suffix == ".npz":
-        test = data  # which may hold both
-    for part, path in {"train": data, "public": public, "test": test}.items():
-        with _noted(problems):
-            sources |= {} if path is None else {part: _source(path, label, part)}
-    if test == data and sources.get("test", {}).get("inputs") != "x_test":
-        sources.pop("test", None)
-    private = sources.get("train", {})
+    sources = _sources({"train": data, "public": public, "test": test}, label, problems)
+    private, columns = sources.get("train", {}), _Keys()
     likely = [name for name in _names(private) if _LIKE_AN_ID.fullmatch(name)]
     for name in likely if interactive and unit is None else ():
         if typer.confirm(f"'{name}' looks like an id. May a person have several records?"):
             unit = name
             break
+    with _noted(problems):
+        between = _range(target)
     with _noted(problems):
         if dictionary is not None:
             columns = _described(_names(private), dictionary, private.get("label"))
@@ -76,9 +77,9 @@ def init(
     for each in (s for s in sources.values() if s["format"] in ("csv", "parquet")):
         names = [name for name in each.pop("inputs") if name not in (*likely, unit)]
         each |= {} if columns else {"inputs": names}  # an id would be learnt by heart
-    assert classes is not None
     facts = {
-        "classes": int(classes) if classes.isdecimal() else re.split(r"\s*,\s*", classes.strip()),
+        "classes": _classes(classes),
+        "target": between,
         "private": private,
         **{part: sources.get(part) for part in ("public", "test")},
         "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
@@ -89,6 +90,13 @@ def init(
         "records": records,
     }
     numbers = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size}
+    _write(out, facts, numbers, columns)
+    note = f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}"
+    answer({"config": str(out)}, as_json=as_json, quiet=quiet, note=note)
+
+
+def _write(out: Path, facts: _Keys, numbers: _Keys, columns: _Keys) -> None:
+    """The file, if it is a configuration: else the flags are wrong, and the error says how."""
     from jinja2 import StrictUndefined, Template
 
     from dpspan.app.config import parse_config
@@ -98,13 +106,41 @@ def init(
     flow: _Keys = {key: value and _flow(value) for key, value in facts.items()}
     flow["columns"] = [_flow({name: keys})[1:-1] for name, keys in columns.items()]
     text = Template(source, undefined=StrictUndefined, **kept).render(flow | numbers)
-    parse_config(text, name=str(out))  # or the flags are wrong, and the error says how
+    parse_config(text, name=str(out))
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
-    note = f"Wrote {out}. Read it, change what is marked CHECK, then: dpspan train {out}"
-    answer({"config": str(out)}, as_json=as_json, quiet=quiet, note=note)
+
+
+def _classes(text: str | None) -> int | list[str] | None:
+    if text is None:
+        return None
+    return int(text) if text.isdecimal() else re.split(r"\s*,\s*", text.strip())
+
+
+def _range(text: str | None) -> _Keys | None:
+    if text is None:
+        return None
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise ValueError("Expected --target to be two numbers, such as 0,200.") from None
+    return {"low": low, "high": high}
+
+
+def _sources(
+    paths: dict[str, Path | None], label: str | None, problems: list[str]
+) -> dict[str, _Keys]:
+    """What is at these paths, private data, public and test; an npz file may hold test data too."""
+    sources, data = dict[str, _Keys](), paths["train"]
+    both = paths["test"] is None and data is not None and data.suffix == ".npz"
+    for part, path in (paths | ({"test": data} if both else {})).items():
+        with _noted(problems):
+            sources |= {} if path is None else {part: _source(path, label, part)}
+    if both and sources.get("test", {}).get("inputs") != "x_test":
+        sources.pop("test", None)
+    return sources
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def predict_command(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict each record's class and probabilities; keep them as safe as DATA."""
+    """Predict each record's class and probabilities, or its number; keep them as safe as DATA."""
     check_exists(run)
     check_exists(data)
     from dpspan.app.trained import load_run
@@ -35,11 +35,15 @@ def predict_command(
     trained = load_run(run)
     ids = None if id_column is None else trained.source(data).ids(id_column)
     expect(ids is not None or not id_column, f"--id to be a column of {data}", id_column)
-    probabilities = trained.predict_proba(data)
-    places = range(1, len(probabilities) + 1) if ids is None else ids
-    predicted = zip(places, trained.named(probabilities), probabilities.round(6), strict=True)
     header = [id_column or "row", "prediction", *(f"p_{name}" for name in trained.classes)]
-    rows = [[place, str(name), *each.tolist()] for place, name, each in predicted]
+    if trained.classes:
+        probabilities = trained.predict_proba(data)
+        both = zip(trained.named(probabilities), probabilities.round(6).tolist(), strict=True)
+        cells = [[str(name), *each] for name, each in both]
+    else:
+        cells = [[float(f"{number:.6g}")] for number in trained.predict(data)]
+    places = range(1, len(cells) + 1) if ids is None else ids
+    rows = [[place, *each] for place, each in zip(places, cells, strict=True)]
     text, note = io.StringIO(), f"Wrote {len(rows)} predictions to {to}."
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     if to is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from dpspan.accounting.promises import LARGEST_DELTA
-from dpspan.app.config.methods import AnyMethod, ConvexSection
+from dpspan.app.config.methods import AnyMethod, ConvexSection, DPSGDSection, RGPSection
 from dpspan.app.config.sections import (
     AnyFeatures,
     AnyModel,
@@ -17,7 +17,7 @@ from dpspan.app.config.sections import (
     TrainingSection,
     WarmStartSection,
 )
-from dpspan.app.data import HuggingFace, Idx, ImageFolder, Npz
+from dpspan.app.data import Classes, HuggingFace, Idx, ImageFolder, Npz, Target
 from dpspan.app.preprocessing import AnyColumn, Preprocessing
 from dpspan.app.section import ConfigError as ConfigError
 from dpspan.app.section import Count, File, Positive, Section, Texts, parse, read_text, refuse
@@ -32,10 +32,11 @@ AnySource = Annotated[
 class DataSection(Section):
     """Where the data are.
 
-    `classes` is their number, or their names in order. `test_is_public` declares that anybody may
-    see what is computed on the test data; without it test results are unprivate. `records` is
-    about how many private records there are, as a public number: the sampling rate is batch size /
-    records. Without it the exact number is used, and the certificate tells it.
+    `classes` is their number, or their names in order; where labels are numbers, `target` is their
+    range instead. `test_is_public` declares that anybody may see what is computed on the test data;
+    without it test results are unprivate. `records` is about how many private records there are, as
+    a public number: the sampling rate is batch size / records. Without it the exact number is used,
+    and the certificate tells it.
 
     `unit` is the column (or array) of the private data with one id a record, if a person may have
     several: then all of them are protected together, and batch_size and `records` count units.
@@ -44,8 +45,9 @@ class DataSection(Section):
     `preprocessing` says what becomes of each column of a table: of all of private, public and test.
     """
 
-    if_used: ClassVar = ("unit", "records_per_unit", "preprocessing")
-    classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)]
+    if_used: ClassVar = ("unit", "records_per_unit", "preprocessing", "target")
+    classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)] | None = None
+    target: Target | None = None
     private: AnySource
     public: dict[str, AnySource] = Field(default_factory=dict)
     test: AnySource | None = None
@@ -54,6 +56,24 @@ class DataSection(Section):
     unit: str | None = None
     records_per_unit: Count = RECORDS_PER_UNIT
     preprocessing: dict[str, AnyColumn] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _labels_are_of_one_kind(self) -> Self:
+        if (self.classes is None) == (self.target is None):
+            refuse("", "Expected classes, or target where labels are numbers, and not both.")
+        folder = isinstance(self.private, ImageFolder) and self.private.labelled
+        if self.target is not None and folder:
+            refuse(
+                "target", "Folders of images have classes: give arrays where labels are numbers."
+            )
+        return self
+
+    @property
+    def labels(self) -> Classes | Target:
+        """What labels are."""
+        found = self.target if self.classes is None else self.classes
+        assert found is not None
+        return found
 
     @model_validator(mode="after")
     def _private_data_are_private_only(self) -> Self:
@@ -197,10 +217,13 @@ class Config(Section):
         if self.evaluate.noise_multiplier and (self.data.test_is_public or self.data.unit):
             refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
         method, name = self.method, getattr(self.method, "public", None)
-        simple = self.model.name == "logistic" and not (self.warm_start or self.trainable)
+        flat = "logistic" if self.data.target is None else "linear"
+        simple = self.model.name == flat and not (self.warm_start or self.trainable)
         if isinstance(method, ConvexSection) and not simple:
-            cure = "set `model: {name: logistic}`, and leave warm_start and trainable out"
-            refuse("method", f"The method {method.name} is for logistic regression: {cure}.")
+            cure = f"set `model: {{name: {flat}}}`, and leave warm_start and trainable out"
+            refuse("method", f"The method {method.name} is for {flat} regression: {cure}.")
+        if self.data.target is not None:
+            self._fits_numbers()
         if not method.needs_public and self.choose is not None:
             refuse("choose", f"The method {method.name} uses no public data: leave `choose` out.")
         if not method.needs_public and name is not None:
@@ -216,6 +239,17 @@ class Config(Section):
                 "dataset under data.public, or add a `choose` section.",
             )
         return self
+
+    def _fits_numbers(self) -> None:
+        """What is about classes has no meaning where labels are numbers."""
+        if self.choose is not None or not isinstance(
+            self.method, ConvexSection | DPSGDSection | RGPSection
+        ):
+            known = "dpsgd, rgp and, for `model: {name: linear}`, adagrad and its like"
+            refuse("method", f"With data.target, methods without public directions: {known}.")
+        judge = self.evaluate
+        if judge != EvaluateSection(by=judge.by):
+            refuse("evaluate", "With data.target, `by` alone has a meaning here.")
 
     def fixed(self) -> dict[str, Any]:
         """What must not change between parts of a run: all but where it runs and what it logs."""

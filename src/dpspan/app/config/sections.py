@@ -37,9 +37,9 @@ class ModelSection(Section):
 
 
 class NetworkSection(ModelSection):
-    """Logistic regression, the papers' small CNN, ResNet-20 with GroupNorm, or GSD's probe."""
+    """Logistic or linear regression, the papers' CNN, ResNet-20 with GroupNorm, GSD's probe."""
 
-    name: Literal["logistic", "cnn", "resnet20", "probe"]
+    name: Literal["logistic", "linear", "cnn", "resnet20", "probe"]
 
 
 class MlpSection(ModelSection):

@@ -71,7 +71,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
         "metric": metric,
         "loss": loss,
         "rows": rows,
-        "shown": SHOWN,
+        "shown": [n for n in SHOWN if any(n in g for r in runs for g in r.results.values())],
         "verdicts": [*said.get("verdicts", ()), *said.get("unprivate_verdicts", ())],
         "pictures": figures.pictures(found, metric, loss, values),
         "spent": _alone(most.certificate),

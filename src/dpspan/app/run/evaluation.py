@@ -1,23 +1,27 @@
-"""How good a classifier is on test records: at a threshold, calibrated, and group by group."""
+"""How good a model is on test records, group by group: of a classifier, or of numbers."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn import metrics
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.questions import private_metric
 from dpspan.app.config import EvaluateSection
+from dpspan.app.data import Target
 from dpspan.app.run.task import Task
 from dpspan.app.run.training import outputs_on
 from dpspan.support.checks import expect
 from dpspan.support.strict_json import plain
 
-SHOWN = ("accuracy", "auc", "sensitivity", "specificity", "calibration_error")
+_OF_CLASSES = ("accuracy", "auc", "sensitivity", "specificity", "calibration_error")
+SHOWN = (*_OF_CLASSES, "mean_absolute_error", "root_mean_squared_error", "r2")
 _BINS = 15
 Floats = NDArray[np.float64]
 
@@ -50,34 +54,54 @@ def evaluate(probabilities: Floats, labels: Any, *, threshold: float = 0.5) -> d
     return dict(plain({**measured, "recalls": recalls, "confusion": confusion.tolist()}))
 
 
+def errors(predicted: Floats, true: Floats) -> dict[str, Any]:
+    """How far predictions are from numbers, in their units; R² is 0 for always telling the mean."""
+    spread = float(((true - true.mean()) ** 2).mean())
+    squared = float(((predicted - true) ** 2).mean())
+    return {
+        "records": len(true),
+        "mean_absolute_error": float(np.abs(predicted - true).mean()),
+        "root_mean_squared_error": math.sqrt(squared),
+        "r2": 1 - squared / spread if spread else None,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What is measured when training is over."""
 
     section: EvaluateSection = field(default_factory=EvaluateSection)
+    target: Target | None = None  # where labels are numbers
     groups: Any = None  # the column `by` of the test data
     unseen: Dataset[Any] | None = None  # test data of which one accuracy is released
 
     def results(self, task: Task, model: nn.Module, kept: Mapping[str, Any]) -> dict[str, Any]:
         """For `evaluation.json`; an accuracy that was released there stays."""
-        found: dict[str, Any] = {"threshold": self.section.threshold}
+        found: dict[str, Any] = {} if self.target else {"threshold": self.section.threshold}
         if task.test is not None:
-            found[task.metric("results")] = self._by_group(*_judged(task, task.test, model))
+            outputs, labels = outputs_on(task, task.test, model)
+            found[task.metric("results")] = self._by_group(outputs, labels)
         if self.unseen is not None:
-            probabilities, labels = _judged(task, self.unseen, model)
-            right = classified(probabilities, self.section.threshold) == labels
+            outputs, labels = outputs_on(task, self.unseen, model)
+            right = classified(_probabilities(outputs), self.section.threshold) == _array(labels)
             released = private_metric(right, noise_multiplier=self.section.noise_multiplier or 1.0)
             found["test_accuracy"] = kept.get("test_accuracy") or asdict(released)
         return found
 
-    def _by_group(self, probabilities: Floats, labels: Any) -> dict[str, dict[str, Any]]:
-        parts = {"all": np.full(len(labels), True)}
+    def _by_group(self, outputs: Tensor, labels: Tensor) -> dict[str, dict[str, Any]]:
+        judge: Callable[..., dict[str, Any]]
+        if self.target is None:
+            found, true = _probabilities(outputs), _array(labels)
+            judge = partial(evaluate, threshold=self.section.threshold)
+        else:
+            judge = errors
+            found, true = (self.target.unscaled(_array(x[:, 0])) for x in (outputs, labels))
+        parts = {"all": np.full(len(true), True)}
         if self.groups is not None:
             texts = np.array([str(value) for value in self.groups])
             parts |= {f"{self.section.by} = {each}": texts == each for each in np.unique(texts)}
         expect(len(parts) <= 21, "at most 20 values of evaluate.by", len(parts) - 1)
-        at = {"threshold": self.section.threshold}
-        return {k: evaluate(probabilities[own], labels[own], **at) for k, own in parts.items()}
+        return {name: judge(found[own], true[own]) for name, own in parts.items()}
 
 
 def sentences(document: Mapping[str, Any]) -> Iterator[str]:
@@ -92,6 +116,9 @@ def sentences(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"test accuracy {released['value']:.3f} ± {released['error']:.3f} (with noise)"
 
 
-def _judged(task: Task, records: Dataset[Any], model: nn.Module) -> tuple[Floats, Any]:
-    outputs, labels = outputs_on(task, records, model)
-    return outputs.double().softmax(1).nan_to_num(0.0).cpu().numpy(), labels.cpu().numpy()
+def _probabilities(outputs: Tensor) -> Any:
+    return _array(outputs.double().softmax(1).nan_to_num(0.0))
+
+
+def _array(values: Tensor) -> Any:
+    return values.cpu().numpy()

@@ -119,7 +119,9 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         preprocessing=columns,
         output=config.output,
         processes=processes,
-        evaluation=Evaluation(section=judge, groups=groups, unseen=unseen),
+        evaluation=Evaluation(
+            section=judge, target=config.data.target, groups=groups, unseen=unseen
+        ),
     )
 
 
@@ -173,7 +175,7 @@ def _load(
     public: bool = False,
 ) -> Loaded:
     """Read a source; beside the private data, refuse what does not fit them or copies them."""
-    loaded = load(source, classes=config.data.classes, preprocessing=columns)
+    loaded = load(source, classes=config.data.labels, preprocessing=columns)
     if not loaded.labelled and not public:
         raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
     if private is None:
@@ -275,6 +277,8 @@ def task_of(
         budget=_budget(config),
         public=public,
         warm_start=warm_start,
+        criterion=nn.CrossEntropyLoss() if config.data.target is None else nn.MSELoss(),
+        numeric=config.data.target is not None,
         test_is_public=config.data.test_is_public,
         records=config.data.records,
         unit=like.units,

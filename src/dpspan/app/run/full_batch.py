@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from dp_accounting import GaussianDpEvent
 from torch import nn
@@ -14,7 +15,11 @@ from torch.utils.data import DataLoader
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
-from dpspan.convex.estimators import PrivateLogisticRegression, configuration
+from dpspan.convex.estimators import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    configuration,
+)
 from dpspan.convex.methods import Method
 from dpspan.convex.public_rows import PublicRows
 from dpspan.public.data import PublicData
@@ -51,14 +56,18 @@ class FullBatch:
         x, y = _whole(DataLoader(task.private, batch_size=1024))
         (linear,) = (each for each in model.modules() if isinstance(each, nn.Linear))
         ledger.warn(*[_TOLD] * (task.records is None))
-        fitted = PrivateLogisticRegression(
-            delta=task.budget.delta,
-            method=dataclasses.replace(self.method, learning_rate=rate),
-            clip=self.clip,
-            noise_multiplier=noise,
-            records=task.count,
-            secure_mode=task.secure_mode,
-            classes=range(linear.out_features),
+        shared: dict[str, Any] = {
+            "delta": task.budget.delta,
+            "method": dataclasses.replace(self.method, learning_rate=rate),
+            "clip": self.clip,
+            "noise_multiplier": noise,
+            "records": task.count,
+            "secure_mode": task.secure_mode,
+        }
+        fitted: Any = (
+            PrivateLinearRegression(**shared)
+            if task.numeric
+            else PrivateLogisticRegression(**shared, classes=range(linear.out_features))
         )
         public, groups = None, None if task.units is None else task.units.owners
         if self.public is not None:
@@ -66,8 +75,9 @@ class FullBatch:
             public = PublicRows(x=rows, y=next(iter(labels), None), name=self.public.name)
         fitted.fit(x, y, public=public, ledger=ledger, groups=groups)
         with torch.no_grad():
-            for to, found in ((linear.weight, fitted.coef_), (linear.bias, fitted.intercept_)):
-                to.zero_()[-len(found) :] = torch.from_numpy(found)  # of two classes the second
+            for to, values in ((linear.weight, fitted.coef_), (linear.bias, fitted.intercept_)):
+                found = torch.from_numpy(np.atleast_1d(values)).reshape(-1, *to.shape[1:])
+                to.zero_()[-len(found) :] = found  # of two classes the second
         digest = weights_sha256(model.state_dict())
         return {**fitted.certificate_["training"], "weights_sha256": digest}
 
@@ -75,4 +85,7 @@ class FullBatch:
 def _whole(batches: Any) -> list[Any]:
     """Rows, and labels if there are any."""
     x, *y = (torch.cat(part) for part in zip(*batches, strict=True))
-    return [x.flatten(1).double().numpy(), *(each.numpy() for each in y)]
+    return [
+        x.flatten(1).double().numpy(),
+        *(each.squeeze(1).numpy() if each.dim() == 2 else each.numpy() for each in y),
+    ]

@@ -45,18 +45,18 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
         wanted = f"{section.factory} to return a torch module"
         expect(isinstance(model, nn.Module), wanted, type(model))  # itself it may be data
     elif isinstance(section, MlpSection):
-        model = MLP(math.prod(data.shape), section.hidden, data.classes)
+        model = MLP(math.prod(data.shape), section.hidden, data.outputs)
     elif isinstance(section, WideResNetSection):
         _image_shape(section.name, data, channels=3)
-        model = WideResNet(depth=section.depth, widen=section.widen, classes=data.classes)
-    elif section.name == "logistic":
-        model = MLP(math.prod(data.shape), (), data.classes)
+        model = WideResNet(depth=section.depth, widen=section.widen, classes=data.outputs)
+    elif section.name in ("logistic", "linear"):
+        model = MLP(math.prod(data.shape), (), data.outputs)
     elif section.name == "resnet20":
         _image_shape(section.name, data, channels=3)
-        model = ResNet20(classes=data.classes)
+        model = ResNet20(classes=data.outputs)
     elif section.name == "probe":
         channels, seed = _image_shape(section.name, data)[0], int(torch.randint(2**31, ()))
-        model = ProbeNetwork(channels=channels, classes=data.classes, seed=seed)
+        model = ProbeNetwork(channels=channels, classes=data.outputs, seed=seed)
     else:
         channels, height, width = _image_shape(section.name, data)
         if height != width or height < 14:
@@ -64,7 +64,7 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
                 f"Expected square images of at least 14 × 14 pixels for the model cnn, got "
                 f"{height} × {width}. Resize them, or use mlp or a factory of your own."
             )
-        model = PaperCNN(classes=data.classes, channels=channels, size=height)
+        model = PaperCNN(classes=data.outputs, channels=channels, size=height)
     if isinstance(section, CheckpointSection):
         load_weights(model, section.weights)
     model = fix(model) if section.fix else model
@@ -129,10 +129,11 @@ def _rehearse(model: nn.Module, like: Loaded, device: torch.device) -> None:
             output = copy.deepcopy(model).eval()(zeros)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"The model cannot take samples of shape {like.shape}: {error}") from error
-    if isinstance(output, Tensor) and output.shape != (2, like.classes):
+    if isinstance(output, Tensor) and output.shape != (2, like.outputs):
         raise ValueError(
-            f"Expected the model to give {like.classes} numbers for a sample, one for each of "
-            f"data.classes, got an output of shape {tuple(output.shape)} for 2 samples."
+            f"Expected the model to give {like.outputs} numbers for a sample, one for each of "
+            "data.classes, or one for data.target, got an output of shape "
+            f"{tuple(output.shape)} for 2 samples."
         )
 
 

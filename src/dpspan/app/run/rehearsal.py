@@ -46,8 +46,9 @@ class Rehearsal:
         if stand_ins:
             noise = torch.randn(records, *inputs.shape, generator=torch.Generator().manual_seed(0))
             noise *= inputs.is_floating_point()  # whole numbers may be places in a vocabulary
-            classes = torch.arange(records) % parts.private.classes
-            private = TensorDataset(noise.to(inputs), classes.to(labels))
+            classes = torch.arange(records) % parts.private.outputs  # zeros for data.target
+            classes = classes.to(labels).reshape(-1, *labels.shape)
+            private = TensorDataset(noise.to(inputs), classes)
         self._contender = contender_of(
             "audit", config, parts.public, records=records, chosen=chosen
         )

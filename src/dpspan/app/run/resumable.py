@@ -24,7 +24,7 @@ from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.prospects import doubts
 from dpspan.app.run.task import Contender, Spent, Task
-from dpspan.app.run.training import Status, Training, accuracy_and_loss
+from dpspan.app.run.training import Status, Training, measured
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
@@ -325,18 +325,19 @@ class Run:
         }
         if task.test is not None:
             with training.averaged():
-                accuracy, loss = accuracy_and_loss(task, training.model)
-            line |= {task.metric("loss"): loss, task.metric("accuracy"): accuracy}
+                found = measured(task, training.model)
+            line |= {task.metric(name): value for name, value in found.items()}
         if self._output.unprivate_metrics:
             loss, hits, samples = self._sums
             self._sums = [0.0, 0.0, 0.0]
             line["unprivate_train_loss"] = loss / max(samples, 1)
-            line["unprivate_train_accuracy"] = hits / max(samples, 1)
+            if not task.numeric:
+                line["unprivate_train_accuracy"] = hits / max(samples, 1)
         return dict(plain(line))
 
     def _observe(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
         """Not private, and named so."""
-        hits = (outputs.detach().argmax(1) == labels).sum()
+        hits = 0.0 if self.task.numeric else (outputs.detach().argmax(1) == labels).sum()
         new = (float(loss.detach()) * len(labels), float(hits), len(labels))
         self._sums = [old + more for old, more in zip(self._sums, new, strict=True)]
 

@@ -64,6 +64,7 @@ class Task:
         public: labelled public data, if there are any.
         warm_start: how to train on them first; `WarmStart(data=public)` by default.
         criterion: the loss.
+        numeric: whether labels are numbers, of which only the loss is measured, not classes.
         test_is_public: declares that the test records are nobody's secret.
         records: about how many private records there are, as a public number: the sampling rate is
             batch_size / records. Without it the exact number is used, and certificates tell it.
@@ -89,6 +90,7 @@ class Task:
     public: object = field(default=None, repr=False)
     warm_start: WarmStart | None = None
     criterion: nn.Module = field(default_factory=nn.CrossEntropyLoss)
+    numeric: bool = False
     test_is_public: bool = False
     records: int | None = None
     unit: Ids | Units | None = field(default=None, repr=False)

@@ -187,12 +187,12 @@ def rehearse(
             method.fit(task, model, ledger, noise=noise, rate=rate)
         elif start is not None:
             start.run(model, task.criterion)
-        return accuracy_and_loss(task, model)[0]
+        return measured(task, model)["accuracy"]
     training = Training(task, contender, seed)
     training.prepare(Ledger(), noise_multiplier=noise, sample_rate=sample_rate)
     kept = training.take_all_steps(forgiving=True)
     training.engine.detach()
-    return accuracy_and_loss(task, training.model)[0] if kept else math.nan
+    return measured(task, training.model)["accuracy"] if kept else math.nan
 
 
 def _largest(model: nn.Module) -> Tensor:
@@ -228,7 +228,8 @@ def outputs_on(task: Task, records: Dataset[Any], model: nn.Module) -> tuple[Ten
         for batch in in_batches(records, _TEST_BATCH):
             x, y = move(batch, torch.device(task.device))
             found.append((outputs := model(x), y))
-            if outputs.dim() != 2 or y.dim() != 1 or y.is_floating_point():
+            classifies = outputs.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
+            if not classifies and not (task.numeric and outputs.shape == y.shape):
                 raise ValueError(
                     "Expected a classifier, whose accuracy can be measured: logits (n, classes) "
                     f"and labels (n,), got {tuple(outputs.shape)} and {tuple(y.shape)}."
@@ -237,10 +238,12 @@ def outputs_on(task: Task, records: Dataset[Any], model: nn.Module) -> tuple[Ten
     return outputs, labels
 
 
-def accuracy_and_loss(task: Task, model: nn.Module) -> tuple[float, float]:
-    """The share of test records classified right, and the mean loss."""
+def measured(task: Task, model: nn.Module) -> dict[str, float]:
+    """The mean loss on test records, and of a classifier the share that it classifies right."""
     assert task.test is not None
     outputs, labels = outputs_on(task, task.test, model)
     with torch.no_grad():
-        loss = float(task.criterion(outputs, labels))
-    return float((outputs.argmax(1) == labels).double().mean()), loss
+        loss = {"loss": float(task.criterion(outputs, labels))}
+    if task.numeric:
+        return loss
+    return {**loss, "accuracy": float((outputs.argmax(1) == labels).double().mean())}
