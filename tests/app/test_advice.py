@@ -25,10 +25,9 @@ from dpspan.app.advice import (
     advise,
     conclude,
     default_contenders,
-    public_of,
-    rehearsal,
 )
 from dpspan.app.comparison import Contender, Task
+from dpspan.app.run.scene import public_of, scene_of
 from dpspan.app.run.training import rehearse
 from dpspan.public.data import PublicData
 from dpspan.public.fingerprints import fingerprints
@@ -190,7 +189,7 @@ class TestAdvise:
         assert bare == ["DP-SGD, clip 1", "DP-SGD, clip 0.3", "RGP, rank 2"]
 
 
-class TestRehearsal:
+class TestScene:
     @settings(max_examples=30, deadline=None)
     @given(
         count=st.integers(120, 400),
@@ -204,7 +203,7 @@ class TestRehearsal:
     ) -> None:
         batch = max(1, round(rate * records))
         task = task_of(blobs(20, 0), batch_size=batch)
-        scene = rehearsal(
+        scene = scene_of(
             task, PublicData.of(blobs(count, 1)), records=records,
             fold=fold, others=None,
         )  # fmt: skip
@@ -216,7 +215,7 @@ class TestRehearsal:
 
     def test_parts_share_no_sample(self) -> None:
         source = PublicData.of(blobs(200, 1))
-        scene = rehearsal(
+        scene = scene_of(
             task_of(blobs(20, 0)), source, records=300,
             fold=1, others=None,
         )  # fmt: skip
@@ -230,7 +229,7 @@ class TestRehearsal:
     def test_copies_of_public_samples_are_left_out(self) -> None:
         stand_in = blobs(200, 1)
         other = PublicData.of((stand_in[0][:60], stand_in[1][:60]))
-        scene = rehearsal(
+        scene = scene_of(
             task_of(blobs(20, 0)), PublicData.of(stand_in), records=300,
             fold=0, others=(other,),
         )  # fmt: skip
@@ -240,7 +239,7 @@ class TestRehearsal:
 
     def test_contenders_get_the_public_part(self) -> None:
         public = blobs(60, 0)
-        scene = rehearsal(
+        scene = scene_of(
             task_of(public), PublicData.of(public), records=60,
             fold=0, others=None,
         )  # fmt: skip
@@ -310,7 +309,7 @@ class TestConclusion:
 
 
 def test_the_stand_in_is_a_plain_dataset() -> None:
-    scene = rehearsal(
+    scene = scene_of(
         task_of(blobs(20, 0)), PublicData.of(blobs(100, 1)), records=100,
         fold=0, others=(),
     )  # fmt: skip

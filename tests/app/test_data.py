@@ -26,7 +26,7 @@ NAMES = tuple(f"class{i}" for i in range(10))
 def same(source: Source, classes: Any = 10, order: Any = slice(None)) -> None:
     loaded = load(source, classes=classes)
     inputs, labels = loaded.tensors
-    assert loaded.classes == 10
+    assert loaded.outputs == 10
     assert loaded.labelled
     assert loaded.shape == tuple(inputs.shape[1:])
     torch.testing.assert_close(inputs.flatten(1), EXPECTED[order].flatten(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from sklearn.datasets import load_breast_cancer
+from benchmarks.real_tables import write_hospital
 from typer.testing import CliRunner
 
 from dpspan.app.cli import app
@@ -20,56 +19,11 @@ from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
 from helpers.needs import extra
 
-BOUNDS = {  # of each group of ten measurements: what a textbook would say
-    "radius": (5, 40), "texture": (5, 50), "perimeter": (40, 260), "area": (100, 4300),
-    "smoothness": (0, 0.25), "compactness": (0, 1.1), "concavity": (0, 1.3),
-    "concave points": (0, 0.3), "symmetry": (0.1, 0.7), "fractal dimension": (0.04, 0.21),
-}  # fmt: skip
-ERRORS = {  # of their standard errors
-    "radius": (0, 3), "texture": (0, 5), "perimeter": (0, 22), "area": (0, 550),
-    "smoothness": (0, 0.032), "compactness": (0, 0.14), "concavity": (0, 0.4),
-    "concave points": (0, 0.053), "symmetry": (0, 0.08), "fractal dimension": (0, 0.03),
-}  # fmt: skip
-
 
 def dpspan(*arguments: object, code: int = 0) -> Any:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
     return result
-
-
-def bounds(name: str) -> tuple[float, float]:
-    group = name.removeprefix("mean ").removeprefix("worst ").removesuffix(" error")
-    return (ERRORS if name.endswith("error") else BOUNDS)[group]
-
-
-def write_hospital(folder: Path, delimiter: str = ",", seed: int = 0) -> None:
-    """569 tumours with an id, a day, a ward, a note and 5 % gaps; 114 of them to measure on."""
-    data, draw = load_breast_cancer(), np.random.default_rng(seed)
-    names = list(data.feature_names)
-    order = draw.permutation(len(data.data))
-    columns = ["patient_id", "admitted", *names, "ward", "note", "diagnosis"]
-    for file, part in (("patients.csv", order[:455]), ("test.csv", order[455:])):
-        with (folder / file).open("w", newline="") as stream:
-            writer = csv.writer(stream, delimiter=delimiter)
-            writer.writerow(columns)
-            for row in part:
-                gaps = draw.random(len(names)) < 0.05
-                day = datetime.date(2024, 1, 1) + datetime.timedelta(int(draw.integers(365)))
-                cells = ["" if gap else x for x, gap in zip(data.data[row], gaps, strict=True)]
-                ward = draw.choice(["north", "south", "SECRET ward"], p=[0.6, 0.35, 0.05])
-                label = "benign" if data.target[row] else "malignant"
-                writer.writerow([f"P{row:05}", day, *cells, ward, f"SECRET {row}", label])
-    with (folder / "dictionary.csv").open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["name", "type", "low", "high", "values", "unit"])
-        writer.writerow(["patient_id", "id", "", "", "", ""])
-        writer.writerow(["admitted", "date", "2024-01-01", "2024-12-31", "", ""])
-        for name in names:
-            writer.writerow([name, "numeric", *bounds(name), "", "mm"])
-        writer.writerow(["ward", "categorical", "", "", "north|south", ""])
-        writer.writerow(["note", "drop", "", "", "", ""])
-        writer.writerow(["diagnosis", "drop", "", "", "", ""])
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dpspan.app.cli.app import four_digits
 from dpspan.app.config import parse_config
-from dpspan.app.run import train
+from dpspan.app.run import prospects, train
 from dpspan.app.run.resumable import Progress
 
 HEADER = "a,b,colour,ill\n"
@@ -85,3 +86,73 @@ def test_no_doubt_where_there_is_no_reason(tmp_path: Path, sections: dict[str, A
 )
 def test_no_price_looks_like_none(epsilon: float, text: str) -> None:
     assert four_digits(epsilon) == text
+
+
+class TestRehearsed:
+    """Public records in the place of the private ones, with the run's own noise."""
+
+    def plan(self, folder: Path, scale: float, **sections: Any) -> Any:
+        draw = np.random.default_rng(0)
+        for name, count in (("private", 2000), ("public", 400)):
+            x = draw.normal(size=(count, 5))
+            y = (x[:, 0] + 0.8 > 0).astype(int)  # 79 % are of one class
+            np.savez(folder / f"{name}.npz", x=x, y=y)
+        part = {"format": "npz", "scale": scale}
+        whole: dict[str, Any] = {
+            "data": {
+                "classes": 2,
+                "private": {**part, "path": str(folder / "private.npz")},
+                "public": {"optin": {**part, "path": str(folder / "public.npz")}},
+            },
+            "model": {"name": "logistic"},
+            "method": {"name": "dpsgd", "clip": 1.0},
+            "budget": {"noise_multiplier": 1.0, "delta": 1e-4, "accountant": "rdp"},
+            "training": {
+                "epochs": 3,
+                "batch_size": 200,
+                "optimizer": {"name": "sgd", "learning_rate": 1.0},
+            },
+            "output": {"folder": str(folder / "run")},
+        }
+        return parse_config(json.dumps(whole | sections))
+
+    def test_what_learns_nothing_there_is_doubted(self, tmp_path: Path) -> None:
+        config = self.plan(tmp_path, scale=1e4)  # inputs of nothing but zeros, nearly
+        with pytest.warns(
+            UserWarning, match="rehearsed on 300 records of “optin”, with this run's"
+        ):
+            train(config)
+        written = json.loads((tmp_path / "run" / "certificate.json").read_text())
+        assert any("the commonest class" in each for each in written["warnings"])
+
+    def test_what_learns_is_not(self, tmp_path: Path) -> None:
+        train(self.plan(tmp_path, scale=1.0))
+
+    @pytest.mark.parametrize("method", ["adagrad", "gep"])
+    def test_methods_of_every_kind(self, tmp_path: Path, method: str) -> None:
+        settings = {"name": method, "clip": 1.0} | (
+            {"public": "optin", "rank": 5, "public_samples": 50} if method == "gep" else {}
+        )
+        with pytest.warns(UserWarning, match="the commonest class"):
+            train(self.plan(tmp_path, scale=1e4, method=settings))
+
+    def test_it_leaves_the_run_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Same weights to begin with, nothing more on the ledger, and no private record read."""
+        seen: list[Any] = []
+        monkeypatch.setattr(prospects, "rehearse", lambda *about: seen.append(about) or 1.0)
+        train(self.plan(tmp_path, scale=1.0))
+        (task, _, _, noise, rate), *more = seen
+        assert not more
+        assert len(task.private) == 300
+        assert task.unit is None
+        assert rate == pytest.approx(0.1)
+        assert noise == pytest.approx(1.0 * 30 / 200)  # of as much noise in the mean gradient
+        events = json.loads((tmp_path / "run" / "ledger.json").read_text())["events"]
+        assert [each["count"] for each in events] == [30]
+
+    def test_too_few_say_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prospects, "rehearse", lambda *_: pytest.fail("was rehearsed"))
+        config = self.plan(tmp_path, scale=1.0)
+        arrays = np.load(tmp_path / "public.npz")
+        np.savez(tmp_path / "public.npz", x=arrays["x"][:60], y=arrays["y"][:60])
+        train(config)

@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -249,6 +250,19 @@ def test_unprivate_metrics_only_on_request_and_on_record(folder: Path) -> None:
     assert not any("loss" in name or "accuracy" in name for name in set(line) - shown)
     warnings = json.loads(files.certificate.read_text())["warnings"]
     assert sum("unprivate" in warning for warning in warnings) == 2
+
+
+def test_equal_test_records_may_be_declared_other_people_s(folder: Path) -> None:
+    arrays = dict(np.load(folder / "digits.npz"))
+    arrays["x_test"][:3] = arrays["x_train"][:3]
+    np.savez(folder / "digits.npz", **arrays)
+    with pytest.raises(ValueError, match=r"say `equal_rows_allowed: true` under data"):
+        train(config(folder, budget=NOISY))
+    data = {**settings(folder)["data"], "equal_rows_allowed": True}
+    result = train(config(folder, data=data, budget=NOISY))
+    assert "test_accuracy" in result.metrics
+    certificate = json.loads(RunFolder(folder / "run").certificate.read_text())
+    assert any("declared to be other people's" in each for each in certificate["warnings"])
 
 
 def test_tensorboard_gets_the_same_numbers(folder: Path) -> None:

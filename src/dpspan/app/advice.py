@@ -14,26 +14,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from scipy import stats
-from torch.utils.data import Dataset, TensorDataset
 
 from dpspan.accounting.epsilon import account
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
+from dpspan.app.run.scene import Scene, public_of, scene_of
 from dpspan.app.run.task import Contender, Spent, Task, with_baselines
 from dpspan.app.run.training import noise_for, rehearse
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.public.data import PublicData
-from dpspan.public.overlap import without_public
 from dpspan.support.checks import check_count, check_positive, expect
 
 RATES = (0.1, 0.25, 0.5, 1.0, 2.0)
-_TEST, _PUBLIC = 0.25, 0.3  # shares of the stand-in to measure on, and to play the public data
-_FEWEST = 8  # records in a batch: fewer say nothing
 
 
 def advise(
@@ -131,7 +126,7 @@ def default_contenders(task: Task) -> tuple[Contender, ...]:
 
 def _scenes(
     task: Task, contenders: Sequence[Contender], stand_in: object, *, records: int, folds: int
-) -> list[Rehearsal]:
+) -> list[Scene]:
     given = task.public if stand_in is None else stand_in
     source = None if given is None else PublicData.of(given, name="stand-in")
     if source is None or not source.labelled:
@@ -142,13 +137,11 @@ def _scenes(
     used = {data.digest: data for contender in contenders for data in public_of(contender)}
     others = None if stand_in is None else tuple(used.values())
     return [
-        rehearsal(task, source, records=records, fold=fold, others=others) for fold in range(folds)
+        scene_of(task, source, records=records, fold=fold, others=others) for fold in range(folds)
     ]
 
 
-def _notes(
-    trials: Sequence[Trial], scene: Rehearsal, records: int, same_data: bool
-) -> Iterator[str]:
+def _notes(trials: Sequence[Trial], scene: Scene, records: int, same_data: bool) -> Iterator[str]:
     size = len(scene.task.private)  # type: ignore[arg-type]
     if size < records:
         yield (
@@ -178,96 +171,6 @@ def _paid(task: Task, contenders: Sequence[Contender]) -> Iterator[str]:
             f"What these pay beside their steps, ε = {epsilon:.3g} alone, is taken off their "
             f"budget: {', '.join(names)}."
         )
-
-
-# -- the rehearsal --------------------------------------------------------------------------------
-#
-# n records, batches of L and noise multiplier z add noise of size z·C/L to the mean gradient. A
-# stand-in of m records is sampled at the same rate q, so its batches have L' = q·m records, and
-# z' = z·L'/L adds noise of the same size, at each of as many steps. So relative noise is that of
-# the real run. What differs: a batch of L' records is a coarser sample than one of L, and m records
-# teach less than n. z' is no guarantee of anything: the records are public.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """One fold: a task on public records, and what plays the public data in it."""
-
-    task: Task
-    public: PublicData | None  # None: the contenders' own public data are used as they are
-    sample_rate: float
-    planned: int  # expected batch size of the real run
-
-    def job(self, contender: Contender, noise: float, seed: int) -> tuple[Any, ...]:
-        """The arguments of `rehearse`, with z' for the z of the real run."""
-        noise *= self.task.batch_size / self.planned
-        return self.task, self.contender(contender), seed, noise, self.sample_rate
-
-    def contender(self, original: Contender) -> Contender:
-        """The contender with the public data of this fold."""
-        if self.public is None:
-            return original
-        method: Any = original.method
-        if getattr(method, "public", None) is not None:
-            rank = {"rank": min(method.rank, self.public.count)} if hasattr(method, "rank") else {}
-            method = dataclasses.replace(method, public=self.public, **rank)
-        start = original.warm_start and dataclasses.replace(original.warm_start, data=self.public)
-        return dataclasses.replace(original, method=method, warm_start=start)
-
-
-def rehearsal(
-    task: Task,
-    stand_in: PublicData,
-    *,
-    records: int,
-    fold: int,
-    others: tuple[PublicData, ...] | None,
-) -> Rehearsal:
-    """Cut the stand-in, in another way for each fold.
-
-    Samples that also occur in the contenders' public data (`others`) are left out; with None a part
-    of the stand-in plays the public data.
-    """
-    order = np.random.default_rng([fold, stand_in.count]).permutation(stand_in.count)
-    tested = max(1, round(stand_in.count * _TEST))
-    kept = round(stand_in.count * _PUBLIC) if others is None else 0
-    test, public, rest = np.split(order, [tested, tested + kept])
-    part = None
-    if kept:
-        part = PublicData.of(_part(stand_in, public).tensors, name="a part of the public data")
-        others = (part,)
-    private: Dataset[Any] = _part(stand_in, rest[:records])
-    for data in others or ():
-        private = without_public(private, data)
-    size = len(private)  # type: ignore[arg-type]
-    rate = task.batch_size / records
-    batch = round(rate * size)
-    if batch < _FEWEST:
-        raise ValueError(
-            f"Expected a stand-in large enough for batches of {_FEWEST} at the sampling rate "
-            f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
-            "Give more labelled public data, or plan with a larger batch_size."
-        )
-    own: dict[str, Any] = {"test": _part(stand_in, test), "batch_size": batch}
-    rehearsed = dataclasses.replace(task, private=private, **own, public=None, warm_start=None)
-    return Rehearsal(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
-
-
-def public_of(contender: Contender) -> tuple[PublicData, ...]:
-    """The public data that a contender uses."""
-    start = contender.warm_start
-    sources = (getattr(contender.method, "public", None), None if start is None else start.data)
-    return tuple(PublicData.of(source) for source in sources if source is not None)
-
-
-def _part(data: PublicData, indices: Any) -> TensorDataset:
-    pieces = list(data.pieces(data.count, torch.from_numpy(np.sort(indices))))
-    if len(pieces) != 1:
-        raise ValueError(
-            "Expected a stand-in whose samples all have the same shape, got several shapes: give "
-            "tensors, or a DataLoader that pads to one length."
-        )
-    return TensorDataset(*pieces[0].batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ def init(
         "private": private,
         **{part: sources.get(part) for part in ("public", "test")},
         "model": {"name": "factory", "factory": model} if ":" in model else {"name": model},
+        "convex": model in ("logistic", "linear") and public is None,  # it has no warm start
         "folder": str(folder),
         "unit": unit,
         "likely_unit": likely[0] if likely else None,

@@ -36,7 +36,8 @@ class DataSection(Section):
     range instead. `test_is_public` declares that anybody may see what is computed on the test data;
     without it test results are unprivate. `records` is about how many private records there are, as
     a public number: the sampling rate is batch size / records. Without it the exact number is used,
-    and the certificate tells it.
+    and the certificate tells it. `equal_rows_allowed` declares that test records which equal
+    private ones are other people's, as happens in tables of few values.
 
     `unit` is the column (or array) of the private data with one id a record, if a person may have
     several: then all of them are protected together, and batch_size and `records` count units.
@@ -45,13 +46,16 @@ class DataSection(Section):
     `preprocessing` says what becomes of each column of a table: of all of private, public and test.
     """
 
-    if_used: ClassVar = ("unit", "records_per_unit", "preprocessing", "target")
+    if_used: ClassVar = (
+        "unit", "records_per_unit", "preprocessing", "target", "equal_rows_allowed",
+    )  # fmt: skip
     classes: Annotated[int, Field(ge=2)] | Annotated[Texts, Field(min_length=2)] | None = None
     target: Target | None = None
     private: AnySource
     public: dict[str, AnySource] = Field(default_factory=dict)
     test: AnySource | None = None
     test_is_public: bool = False
+    equal_rows_allowed: bool = False
     records: Count | None = None
     unit: str | None = None
     records_per_unit: Count = RECORDS_PER_UNIT

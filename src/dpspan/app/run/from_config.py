@@ -21,6 +21,7 @@ from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.evaluation import Evaluation
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.models import _rehearse, device_of, new_model
+from dpspan.app.run.prospects import rehearsed
 from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.task import Contender, FixedNoise, Task, in_batches
 from dpspan.app.section import read_text
@@ -37,6 +38,7 @@ from dpspan.support.units import Units
 
 FEATURES: Mapping[str, Any] = {"patches": PatchFeatures, "pretrained": PretrainedFeatures}
 _SECRET = "This message depends on private data: do not publish it."
+_EQUAL = "test records that equal private ones are declared to be other people's"
 _GO_BACK = "Go back to those, or choose another output folder."
 
 
@@ -109,9 +111,18 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
+    contender = contender_of(name, config, parts.public, records=records, chosen=chosen)
+    plan = functools.partial(task_of, config, parts.private, private, test)
+    task = plan(model=lambda: parts.model)
+    notes = [_EQUAL] * config.data.equal_rows_allowed
+    if not goes_on and processes.world == 1:
+        known = list(parts.public.values())
+        if test is not None and task.test_is_public:
+            known.append(PublicData.of(test, name="test"))
+        notes += rehearsed(plan(), contender, known)
     return Run(
-        task=task_of(config, parts.private, private, test, model=lambda: parts.model),
-        contender=contender_of(name, config, parts.public, records=records, chosen=chosen),
+        task=task,
+        contender=contender,
         seed=config.training.seed,
         folder=folder,
         settings=config.fixed(),
@@ -119,6 +130,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         preprocessing=columns,
         output=config.output,
         processes=processes,
+        notes=notes,
         evaluation=Evaluation(
             section=judge, target=config.data.target, groups=groups, unseen=unseen
         ),
@@ -200,12 +212,15 @@ def _load(
                 "public data, give other public data. If these records really are public, remove "
                 f"them from the private data. {_SECRET}"
             )
+        if config.data.equal_rows_allowed:
+            return loaded
         if config.data.test_is_public:  # what is measured on private records is not
             raise ValueError(
                 f"{found} ({example}), so results on them are not public. If private records got "
-                "into the test data, take them out there. If these records really are public, or "
-                "just happen to have the same values, take them out of the private data. Or leave "
-                f"test_is_public out: results are then not shown. {_SECRET}"
+                "into the test data, take them out there. If these records really are public, take "
+                "them out of the private data; if they are other people's, of the same values, say "
+                "`equal_rows_allowed: true` under data. Or leave test_is_public out: results are "
+                f"then not shown. {_SECRET}"
             )
         cure = "they say nothing about new records, and an audit must not use them"
         warnings.warn(f"dpspan: {found}: {cure}. {_SECRET}", stacklevel=2)
