@@ -7,8 +7,11 @@ import io
 import json
 import math
 import sys
+import warnings
+from pathlib import Path
 from typing import Any, Never
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from typer.testing import CliRunner
 
 from dpspan import DPSGD, GEP, Budget, Ledger, WarmStart, calibrate
 from dpspan.accounting.events import pure_event
@@ -26,8 +30,11 @@ from dpspan.app.advice import (
     conclude,
     default_contenders,
 )
+from dpspan.app.cli import app
 from dpspan.app.comparison import Contender, Task
+from dpspan.app.config import load_config
 from dpspan.app.run.scene import public_of, scene_of
+from dpspan.app.run.task import with_baselines
 from dpspan.app.run.training import rehearse
 from dpspan.public.data import PublicData
 from dpspan.public.fingerprints import fingerprints
@@ -186,7 +193,7 @@ class TestAdvise:
         assert "GEP, rank 20, clips 1 and 0.2" in names
         assert "warm start + PDP-SGD, rank 50" in names
         bare = [c.name for c in default_contenders(task_of(None))]
-        assert bare == ["DP-SGD, clip 1", "DP-SGD, clip 0.3", "RGP, rank 2"]
+        assert bare == ["DP-SGD, clip 1", "DP-SGD, clip 0.3"]
 
 
 class TestScene:
@@ -314,3 +321,130 @@ def test_the_stand_in_is_a_plain_dataset() -> None:
         fold=0, others=(),
     )  # fmt: skip
     assert isinstance(scene.task.test, TensorDataset)
+
+
+def test_rgp_is_tried_where_it_makes_a_weight_smaller() -> None:
+    assert not [c for c in default_contenders(task_of(None)) if "RGP" in c.name]
+    wide = task_of(None, model=lambda: nn.Sequential(nn.Linear(4, 50), nn.Linear(50, 2)))
+    assert [c.name for c in default_contenders(wide) if "RGP" in c.name]
+
+
+class TestAdvisedConfiguration:
+    """`dpspan advise` writes what it recommends, and `dpspan train` takes it."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        x, y = blobs(400, 0)
+        for part, rows in (("private", slice(280)), ("public", slice(280, None))):
+            np.savez(tmp_path / f"{part}.npz", x=x[rows].numpy(), y=y[rows].numpy())
+        return tmp_path
+
+    def advise(
+        self, monkeypatch: pytest.MonkeyPatch, wanted: str, *options: str, **sections: Any
+    ) -> Any:
+        """What the command writes if the contender of that name were the best."""
+
+        def concluded(task: Any, contenders: Any, **_: Any) -> Advice:
+            best = next(c for c in with_baselines(task, contenders) if c.name == wanted)
+            trial = Trial(
+                name=wanted,
+                private=best.method is not None,
+                warm=best.warm_start is not None,
+                settings=None if best.method is None else best.method.describe(),
+                learning_rate=0.125,
+                at_the_end=False,
+                values=(0.9,),
+            )
+            return Advice(recommended=wanted, sure=True, tied=(), trials=(trial,), notes=())
+
+        monkeypatch.setattr("dpspan.app.advice.advise", concluded)
+        part = {"format": "npz"}
+        whole = {
+            "data": {
+                "classes": 2,
+                "records": 280,
+                "private": {**part, "path": "private.npz"},
+                "public": {"optin": {**part, "path": "public.npz"}},
+            },
+            "model": {"name": "mlp", "hidden": [20]} if "RGP" in wanted else {"name": "logistic"},
+            "method": {"name": "dpsgd", "clip": 0.7},
+            "budget": {"epsilon": 2.0, "delta": 1e-4, "accountant": "rdp"},
+            "training": {
+                "epochs": 2,
+                "batch_size": 70,
+                "optimizer": {"name": "sgd", "learning_rate": 0.5},
+            },
+            "output": {"folder": "run"},
+        }
+        Path("c.yaml").write_text(json.dumps(whole | sections))
+        said = CliRunner().invoke(app, ["advise", "c.yaml", "--json", *options])
+        assert said.exit_code == 0, said.output
+        written = json.loads(said.stdout)["config"]
+        if written is None:
+            return None
+        assert Path(written).read_text().startswith("# What `dpspan advise c.yaml` recommends")
+        return load_config(written)
+
+    @pytest.mark.parametrize(
+        ("name", "method", "warm"),
+        [
+            ("c", {"name": "dpsgd", "clip": 0.7}, False),
+            ("DP-SGD, clip 0.3", {"name": "dpsgd", "clip": 0.3}, False),
+            ("warm start + DP-SGD, clip 1", {"name": "dpsgd", "clip": 1.0}, True),
+            ("warm start + RGP, rank 2", {"name": "rgp", "rank": 2}, True),  # of a network
+            ("PDP-SGD, rank 24", {"name": "pdpsgd", "rank": 24, "public": "optin"}, False),
+            (
+                "GEP, rank 60, clips 1 and 0.2",
+                {"name": "gep", "rank": 60, "residual_clip": 0.2, "public": "optin"},
+                False,
+            ),
+            ("AdaGrad", {"name": "adagrad", "steps": 30, "learning_rate": 0.125}, False),
+        ],
+    )
+    def test_says_what_did_best(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        method: dict[str, Any],
+        warm: bool,
+    ) -> None:
+        config = self.advise(monkeypatch, name)
+        found = config.method.model_dump()
+        assert {key: found[key] for key in method} == method
+        assert config.training.optimizer.learning_rate == 0.125
+        assert config.training.batch_size == 70
+        assert (config.warm_start is not None) == warm
+        with warnings.catch_warnings():  # of ranks beyond what so small a model spans
+            warnings.simplefilter("ignore")
+            result = CliRunner().invoke(app, ["train", "c-advised.yaml"])
+        assert result.exit_code == 0, result.output
+
+    def test_nothing_where_private_training_is_not_worth_it(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.advise(monkeypatch, "public only") is None
+        assert not Path("c-advised.yaml").exists()
+
+    def test_a_choice_stays_one(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        two = {name: {"format": "npz", "path": "public.npz"} for name in ("a", "b")}
+        private = {"format": "npz", "path": "private.npz"}
+        data = {"classes": 2, "records": 280, "private": private, "public": two}
+        own = {"name": "gep", "rank": 4}
+        sections = {"data": data, "method": own, "choose": {"epsilon": 0.5}}
+        config = self.advise(monkeypatch, "PDP-SGD, rank 24", **sections)
+        assert config.choose.epsilon == 0.5
+        assert config.method.public is None
+        config = self.advise(monkeypatch, "DP-SGD, clip 1", "--force", **sections)
+        assert config.choose is None
+
+    def test_a_file_that_is_there_is_refused_before_anything_is_tried(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.advise(monkeypatch, "c")
+        said = CliRunner().invoke(app, ["advise", "c.yaml"])
+        assert said.exit_code == 1
+        assert "c-advised.yaml exists already: pass --force to replace it, or --out." in said.stderr
+        assert self.advise(monkeypatch, "c", "--out", "d.yaml") is not None
+        assert Path("d.yaml").exists()

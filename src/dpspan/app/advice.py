@@ -7,6 +7,7 @@ caller, who must be free to say it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -25,6 +26,7 @@ from dpspan.app.run.scene import Scene, public_of, scene_of
 from dpspan.app.run.task import Contender, Spent, Task, with_baselines
 from dpspan.app.run.training import noise_for, rehearse
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
+from dpspan.mechanisms.carriers import carried_weights
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, expect
 
@@ -111,7 +113,9 @@ def default_contenders(task: Task) -> tuple[Contender, ...]:
     The learning rates are placeholders: `advise` tries its own.
     """
     methods: dict[str, Method] = {f"DP-SGD, clip {clip:g}": DPSGD(clip=clip) for clip in (1.0, 0.3)}
-    methods["RGP, rank 2"] = RGP(rank=2, clip=1.0)
+    with contextlib.suppress(ValueError):  # of models without a weight that it makes smaller
+        carried_weights(task.new_model(0), 2, None)
+        methods["RGP, rank 2"] = RGP(rank=2, clip=1.0)
     if task.public is not None:
         data = PublicData.of(task.public)
         for rank in sorted({max(1, data.count // 5), max(1, data.count // 2)}):

@@ -5,6 +5,7 @@ import os
 import sys
 
 from dpspan.app.cli import account as account
+from dpspan.app.cli import advising as advising
 from dpspan.app.cli import auditing as auditing
 from dpspan.app.cli import comparing as comparing
 from dpspan.app.cli import init as init

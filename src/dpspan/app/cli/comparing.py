@@ -1,4 +1,4 @@
-"""Commands about several methods at one price: `dpspan compare`, `advise` and `demo`."""
+"""Commands about several methods at one price: `dpspan compare` and `demo`."""
 
 from __future__ import annotations
 
@@ -95,10 +95,18 @@ def _comparable(paths: list[Path]) -> dict[str, Config]:
         raise ValueError("Expected one `choose` section: rows that choose share what they chose.")
     if first.data.test is None:
         raise ValueError("Expected data.test: a comparison measures models on it.")
-    _check_compared(first)
+    check_compared(first)
     if any(config.evaluate.noise_multiplier is not None for config in settings.values()):
         raise ValueError("Leave evaluate.noise_multiplier out: `dpspan train` alone pays for it.")
     return settings
+
+
+def check_compared(config: Config) -> None:
+    """Refuse what has no one price, or no accuracy."""
+    if config.budget.epsilon is None:
+        raise ValueError("Expected budget.epsilon: what is compared has one price.")
+    if config.data.target is not None:
+        raise ValueError("Expected data.classes: accuracies are compared, data.target has none.")
 
 
 def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]:
@@ -143,107 +151,6 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
     start = next(iter(starts), None)
     return task_of(first, private, private.dataset, test.dataset, warm_start=start), contenders
-
-
-@app.command(name="advise")
-def advise_command(
-    config: Annotated[Path, typer.Argument(help="The configuration of the run to be.")],
-    records: Annotated[
-        int | None, typer.Option(help="Number of private records, if data.records does not say it.")
-    ] = None,
-    public: Annotated[
-        str | None, typer.Option(help="Which of data.public the run would use, if not CONFIG's.")
-    ] = None,
-    stand_in: Annotated[
-        str | None, typer.Option(help="Which of data.public plays the private data.")
-    ] = None,
-    folds: Annotated[int, typer.Option(min=3, help="Ways to cut the stand-in.")] = 4,
-    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Rehearse on public data what CONFIG would do, and recommend a method. Costs no privacy.
-
-    The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
-    schedule, with learning rates around its own.
-    """
-    settings, records = _advisable(config, records)
-    from torch.utils.data import Dataset
-
-    from dpspan.accounting.events import pure_event
-    from dpspan.app.advice import RATES, advise, default_contenders
-    from dpspan.app.config.methods import ConvexSection
-    from dpspan.app.data import load
-    from dpspan.app.run.columns import frozen_columns
-    from dpspan.app.run.from_config import contender_of, task_of
-
-    columns, classes = frozen_columns(settings), settings.data.labels
-    loaded = {
-        name: load(each, classes=classes, preprocessing=columns)
-        for name, each in settings.data.public.items()
-    }
-    data = {name: dpspan.PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
-    start = None if settings.warm_start is None else settings.warm_start.public
-    used = public or getattr(settings.method, "public", None) or start or next(iter(data))
-    for name in {used, stand_in} - {None}:
-        expect(name in data, f"one of {', '.join(data)} under data.public", name)
-    paid = None
-    if settings.choose is not None:  # the record of what it will cost
-        ledger = dpspan.Ledger()
-        ledger.charge(pure_event(settings.choose.epsilon))
-        paid = ledger.state_dict()
-    own = contender_of(config.stem, settings, data, records=records, chosen=used, paid=paid)
-    none: Dataset[Any] = Dataset()  # in place of private records: neither read nor counted
-    warm: dict[str, Any] = {"public": data[used], "warm_start": own.warm_start}
-    task = task_of(settings, loaded[used], none, none, **warm)
-    shared: dict[str, Any] = {"optimizer": own.optimizer, "schedule": own.schedule}
-    others = [
-        dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)
-        for c in default_contenders(task)
-    ]
-    if settings.model.name == "logistic" and settings.method.name != "adagrad":
-        adagrad = ConvexSection(name="adagrad").build(None, steps=1)
-        others.append(dataclasses.replace(own, name="AdaGrad", method=adagrad, warm_start=None))
-    assert own.learning_rate is not None
-    advice = advise(
-        task,
-        [own, *others],
-        records=records,
-        stand_in=None if stand_in is None else data[stand_in],
-        rates=[own.learning_rate * rate / RATES[len(RATES) // 2] for rate in RATES],
-        folds=folds,
-        jobs=jobs,
-        console=None if as_json or quiet else Console(stderr=True),
-    )
-    if settings.choose is not None:
-        note = f"The private choice may fall on other public data than “{used}”, used here."
-        advice = dataclasses.replace(advice, notes=(*advice.notes, note))
-    answer(dataclasses.asdict(advice), advice, as_json=as_json)
-
-
-def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
-    """The configuration, and about how many records it is for."""
-    from dpspan.app.config import load_config
-
-    settings = load_config(path)
-    if settings.features is not None:
-        without = "leave it out to compare methods on the images themselves"
-        raise ValueError(f"`dpspan advise` does not know the `features` section: {without}.")
-    records = records or settings.data.records
-    if records is None:
-        unopened = "the private data are not opened to count them"
-        raise ValueError(f"Expected data.records or --records, about how many: {unopened}.")
-    if not settings.data.public:
-        raise ValueError("Expected data.public: advice is found on labelled public data.")
-    _check_compared(settings)
-    return settings, records
-
-
-def _check_compared(config: Config) -> None:
-    if config.budget.epsilon is None:
-        raise ValueError("Expected budget.epsilon: what is compared has one price.")
-    if config.data.target is not None:
-        raise ValueError("Expected data.classes: accuracies are compared, data.target has none.")
 
 
 @app.command(name="demo")

@@ -1,0 +1,174 @@
+"""`dpspan advise`: which method, at which learning rate, asked of public data for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+import dpspan
+from dpspan.app.cli.app import Json, Quiet, answer, app
+from dpspan.app.cli.comparing import check_compared
+from dpspan.support.checks import expect
+from dpspan.support.files import replacing
+
+if TYPE_CHECKING:
+    from dpspan.app.advice import Advice
+    from dpspan.app.config import Config
+    from dpspan.app.run.task import Contender, Task
+
+_SECTIONS = {"DPSGD": "dpsgd", "RGP": "rgp", "PDPSGD": "pdpsgd", "GEP": "gep"}
+_SECTIONS |= {"NoisyAdaGrad": "adagrad"}
+_KEYS = ("clip", "rank", "residual_clip", "steps")
+_WRITTEN = "# What `dpspan advise {0}` recommends: {1}\n"
+
+
+@app.command(name="advise")
+def advise_command(
+    config: Annotated[Path, typer.Argument(help="The configuration of the run to be.")],
+    records: Annotated[
+        int | None, typer.Option(help="Number of private records, if data.records does not say it.")
+    ] = None,
+    public: Annotated[
+        str | None, typer.Option(help="Which of data.public the run would use, if not CONFIG's.")
+    ] = None,
+    stand_in: Annotated[
+        str | None, typer.Option(help="Which of data.public plays the private data.")
+    ] = None,
+    folds: Annotated[int, typer.Option(min=3, help="Ways to cut the stand-in.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="What to write; CONFIG-advised.yaml by default.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Rehearse on public data what CONFIG would do, and recommend a method. Costs no privacy.
+
+    The private data are not opened. CONFIG is tried beside other methods, all by its optimizer and
+    schedule, with learning rates around its own. What did best is written as a configuration.
+    """
+    to = to or config.with_name(f"{config.stem}-advised.yaml")
+    if to.exists() and not force:
+        raise ValueError(f"{to} exists already: pass --force to replace it, or --out.")
+    settings, records = _advisable(config, records)
+    from dpspan.app.advice import RATES, advise
+
+    data, used, task, own, others = _planned(config.stem, settings, records, public, stand_in)
+    rate = own.learning_rate or 1.0
+    advice = advise(
+        task,
+        [own, *others],
+        records=records,
+        stand_in=None if stand_in is None else data[stand_in],
+        rates=[rate * each / RATES[len(RATES) // 2] for each in RATES],
+        folds=folds,
+        jobs=jobs,
+        console=None if as_json or quiet else Console(stderr=True),
+    )
+    if settings.choose is not None:
+        note = f"The private choice may fall on other public data than “{used}”, used here."
+        advice = dataclasses.replace(advice, notes=(*advice.notes, note))
+    advised = _advised(settings, advice, own, others, used)
+    if advised is None:
+        note = "No configuration is written, as none of private training is recommended."
+    else:
+        text = yaml.safe_dump(advised.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+        with replacing(to, what="the configuration") as temporary:
+            said = advice.sentences()[0]
+            temporary.write_text(_WRITTEN.format(config.name, said) + text, encoding="utf-8")
+        note = f"Wrote {to}. Next: dpspan train {to}"
+    written = {"config": None if advised is None else str(to)}
+    answer(dataclasses.asdict(advice) | written, advice, as_json=as_json, quiet=quiet, note=note)
+
+
+def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
+    """The configuration, and about how many records it is for."""
+    from dpspan.app.config import load_config
+
+    settings = load_config(path)
+    if settings.features is not None:
+        without = "leave it out to compare methods on the images themselves"
+        raise ValueError(f"`dpspan advise` does not know the `features` section: {without}.")
+    records = records or settings.data.records
+    if records is None:
+        unopened = "the private data are not opened to count them"
+        raise ValueError(f"Expected data.records or --records, about how many: {unopened}.")
+    if not settings.data.public:
+        raise ValueError("Expected data.public: advice is found on labelled public data.")
+    check_compared(settings)
+    return settings, records
+
+
+def _planned(
+    name: str, settings: Config, records: int, public: str | None, stand_in: str | None
+) -> tuple[dict[str, dpspan.PublicData], str, Task, Contender, list[Contender]]:
+    """Public data and which of them is used, the task, and its contenders: CONFIG's, and others."""
+    from torch.utils.data import Dataset
+
+    from dpspan.accounting.events import pure_event
+    from dpspan.app.advice import default_contenders
+    from dpspan.app.config.methods import ConvexSection
+    from dpspan.app.data import load
+    from dpspan.app.run.columns import frozen_columns
+    from dpspan.app.run.from_config import contender_of, task_of
+
+    columns, classes = frozen_columns(settings), settings.data.labels
+    loaded = {
+        name: load(each, classes=classes, preprocessing=columns)
+        for name, each in settings.data.public.items()
+    }
+    data = {name: dpspan.PublicData.of(each.tensors, name=name) for name, each in loaded.items()}
+    start = None if settings.warm_start is None else settings.warm_start.public
+    used = public or getattr(settings.method, "public", None) or start or next(iter(data))
+    for each in {used, stand_in} - {None}:
+        expect(each in data, f"one of {', '.join(data)} under data.public", each)
+    paid = None
+    if settings.choose is not None:  # the record of what it will cost
+        ledger = dpspan.Ledger()
+        ledger.charge(pure_event(settings.choose.epsilon))
+        paid = ledger.state_dict()
+    own = contender_of(name, settings, data, records=records, chosen=used, paid=paid)
+    none: Dataset[Any] = Dataset()  # in place of private records: neither read nor counted
+    warm: dict[str, Any] = {"public": data[used], "warm_start": own.warm_start}
+    task = task_of(settings, loaded[used], none, none, **warm)
+    shared: dict[str, Any] = {"optimizer": own.optimizer, "schedule": own.schedule}
+    others = [
+        dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)
+        for c in default_contenders(task)
+    ]
+    if settings.model.name == "logistic" and settings.method.name != "adagrad":
+        adagrad = ConvexSection(name="adagrad").build(None, steps=1)
+        others.append(dataclasses.replace(own, name="AdaGrad", method=adagrad, warm_start=None))
+    return data, used, task, own, others
+
+
+def _advised(
+    settings: Config, advice: Advice, own: Contender, others: list[Contender], used: str
+) -> Config | None:
+    """CONFIG with what did best in place of its own; None where that was no private training."""
+    best = {each.name: each for each in (own, *others)}.get(advice.recommended)
+    trial = next((each for each in advice.trials if each.name == advice.recommended), None)
+    if best is None or trial is None or trial.settings is None:
+        return None
+    document = settings.model_dump(mode="json", exclude_unset=True)
+    document["training"]["optimizer"]["learning_rate"] = trial.learning_rate
+    if best is not own:
+        public = {} if getattr(best.method, "public", None) is None else {"public": used}
+        kept = {key: trial.settings[key] for key in _KEYS if key in trial.settings}
+        document["method"] = {"name": _SECTIONS[trial.settings["method"]], **kept, **public}
+        for section, is_used in {"warm_start": best.warm_start, "choose": public}.items():
+            if not is_used:
+                document.pop(section, None)
+        if best.warm_start is not None:
+            document.setdefault("warm_start", {"public": used})
+        if "choose" in document:
+            del document["method"]["public"]
+    if "steps" in trial.settings:  # all at once, by a rate of the method's own
+        document["method"]["learning_rate"] = trial.learning_rate
+    return type(settings).model_validate(document)
