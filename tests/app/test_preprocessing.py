@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from dpspan.app.config import Config, parse_config
+from dpspan.app.data import load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run import train
 from dpspan.app.run.from_config import make_parts
 from dpspan.app.section import ConfigError
 from dpspan.app.tables import Csv
 from dpspan.app.verification import verify
+from dpspan.public.data import PublicData
 
 COLUMNS: dict[str, Any] = {
     "id": {"kind": "id"},
@@ -247,7 +249,8 @@ def planned(folder: Path, **data: Any) -> Config:
 
 
 def test_what_public_rows_and_releases_tell(tmp_path: Path) -> None:
-    train(planned(tmp_path))
+    config = planned(tmp_path)
+    train(config)
     run = tmp_path / "run"
     kept = Preprocessing.of_document(json.loads((run / "preprocessing.json").read_text()))
     age, pressure, ward, seen, _ = (kept.columns[name].model_dump(mode="json") for name in PLANS)
@@ -267,6 +270,12 @@ def test_what_public_rows_and_releases_tell(tmp_path: Path) -> None:
     assert "0.1666" in first["text"]
     assert steps["count"] == document["steps"] - 3
     assert document["epsilon"] <= 3.0  # all of it together
+    (public,) = document["public"]
+    clinic, labels = config.data.public["clinic"], config.data.labels
+    rows = load(clinic, classes=labels, preprocessing=kept).tensors
+    assert public["sha256"] == PublicData.of(rows).digest
+    assert (public["name"], public["count"]) == ("clinic", 60)
+    assert public["detail"] == "bounds and values of columns"
 
 
 def test_a_release_is_made_once_and_paid_first(

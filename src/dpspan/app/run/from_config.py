@@ -131,10 +131,19 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         output=config.output,
         processes=processes,
         notes=notes,
+        described=_described(columns, parts.public),
         evaluation=Evaluation(
             section=judge, target=config.data.target, groups=groups, unseen=unseen
         ),
     )
+
+
+def _described(
+    columns: Preprocessing | None, public: Mapping[str, PublicData]
+) -> tuple[PublicData, ...]:
+    """The public data in which bounds and values of columns were found."""
+    found = () if columns is None else columns.columns.values()
+    return (*public.values(),) if any(each.origin == "public rows" for each in found) else ()
 
 
 @dataclass(frozen=True, kw_only=True)

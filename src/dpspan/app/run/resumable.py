@@ -79,6 +79,7 @@ class Run:
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
+    described: Sequence[PublicData] = ()  # public rows in which bounds of columns were found
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the model that comes out
 
     def __post_init__(self) -> None:
@@ -110,12 +111,12 @@ class Run:
             raise ValueError(f"{lost}. Restore it, or choose another output folder.")
         if isinstance(self.contender.method, FullBatch):
             self._ledger.warn(*doubts(task))
-            self._declare_test()
+            self._declare_public()
             return
         z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
         self._ledger.warn(*doubts(task, training))
-        self._declare_test()
+        self._declare_public()
         if saved is not None:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
@@ -161,7 +162,10 @@ class Run:
         if self.task.test is not None and not self.task.test_is_public:
             self._ledger.warn("unprivate: results on test data not declared public were written")
 
-    def _declare_test(self) -> None:
+    def _declare_public(self) -> None:
+        """What the method does not declare itself."""
+        for data in self.described:
+            self._declare(data, "bounds and values of columns")
         if self.task.test is not None and self.task.test_is_public:
             self._declare(PublicData.of(self.task.test, name="test"), "measured on")
 
@@ -238,7 +242,7 @@ class Run:
         self._declare(data, detail)
         for each in encodings(task.private):  # their layer is a part of the model; nothing is read
             self._declare(each.public, each.layer)
-        self._declare_test()
+        self._declare_public()
         lines.append(self._measured())
         self._write_facts(None)
         folder.write_ledger(ledger)
