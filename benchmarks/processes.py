@@ -3,6 +3,9 @@
 On a GPU (`--device cuda`) there is one process, alone or as a world of one, and data loading, which
 is the same in both, is left out of the time. All are started once and then take steps in turn.
 
+`2 apart` are two processes at once that know of no others, each with half of the batch: what the
+machine's cores allow at best, with nothing to agree on.
+
 Each process has one thread and its part of every batch; all of it goes through the engine: loader,
 checks between processes, sums, noise, the optimizer. `alone` is a process that knows of no others,
 and a world of one the same with torch.distributed initialised. Bytes are those that the first
@@ -20,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,30 +137,45 @@ def message(megabytes: float) -> float:
     return statistics.median(times[2:])
 
 
-def child(rank: int, world: int | None, store: str, pipe: Any, task: tuple[Any, ...]) -> None:
-    """One of the processes, which takes steps when told to; None knows of no others."""
+@dataclass(frozen=True)
+class World:
+    """Processes that train one model together, or as many that know of no others."""
+
+    processes: int
+    together: bool = True
+
+    def __str__(self) -> str:
+        alone = "alone" if self.processes == 1 else f"{self.processes} apart"
+        return str(self.processes) if self.together else alone
+
+
+def child(rank: int, world: World, store: str, pipe: Any, task: tuple[Any, ...]) -> None:
+    """One of the processes, which takes steps when told to."""
     torch.set_num_threads(1)
-    if world is not None:
-        found = distributed.FileStore(store, world)
-        distributed.init_process_group("gloo", store=found, rank=rank, world_size=world)
+    if world.together:
+        found, size = distributed.FileStore(store, world.processes), world.processes
+        distributed.init_process_group("gloo", store=found, rank=rank, world_size=size)
     run = Steps(*task)
     run.take(seconds=0)  # the first steps are slower
     messages = None
-    if world is not None and world > 1:
+    if world.together and world.processes > 1:
         messages = {str(size): message(size) for size in (0.001, 1.0, 8.0)}
     while (seconds := pipe.recv()) is not None:
         times, sent = run.take(seconds)
         pipe.send({"milliseconds": times, "bytes": sent, "messages": messages})
-    if world is not None:
+    if world.together:
         distributed.destroy_process_group()
 
 
 @contextmanager
-def started(world: int | None, task: tuple[Any, ...]) -> Iterator[Measure]:
+def started(world: World, task: tuple[Any, ...]) -> Iterator[Measure]:
     """What to call for a number of seconds of steps: it returns what the first process found."""
     context = multiprocessing.get_context("spawn")
+    if not world.together:  # each has its part of the batch
+        model, method, case, device = task
+        task = model, method, replace(case, private=case.private // world.processes), device
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(world or 1)]
+        pipes = [context.Pipe() for _ in range(world.processes)]
         processes = [
             context.Process(target=child, args=(rank, world, f"{folder}/store", theirs, task))
             for rank, (_, theirs) in enumerate(pipes)
@@ -179,14 +198,11 @@ def started(world: int | None, task: tuple[Any, ...]) -> Iterator[Measure]:
 
 
 def in_turn(
-    worlds: Sequence[int | None], task: tuple[Any, ...], rounds: int, seconds: float
+    worlds: Sequence[World], task: tuple[Any, ...], rounds: int, seconds: float
 ) -> dict[str, list[dict[str, Any]]]:
     """What each world found in each round; all stay alive, as a machine changes with time."""
     with ExitStack() as stack:
-        running = {
-            "alone" if world is None else str(world): stack.enter_context(started(world, task))
-            for world in worlds
-        }
+        running = {str(world): stack.enter_context(started(world, task)) for world in worlds}
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
         for index in range(rounds):
             # Each goes first as often: what comes after a pause may run at other clocks.
@@ -207,7 +223,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="timed, a world and round")
     parser.add_argument("--out", type=Path, default=Path("runs/processes"))
     options = parser.parse_args()
-    worlds = options.worlds or ([1] if options.device == "cuda" else [1, 2, 4])
+    numbers = options.worlds or ([1] if options.device == "cuda" else [1, 2, 4])
+    worlds = [World(1, together=False), *map(World, numbers)]
+    worlds += [World(n, together=False) for n in numbers if n > 1 and options.device == "cpu"]
     results: report.Results = {"environment": report.environment(options.device), "models": {}}
     table = Table(title="One step in several processes of one thread each")
     for heading in ("model", "method", "processes", "ms a step", "× faster", "MB a step"):
@@ -216,7 +234,7 @@ def main() -> None:
         case = CASES[options.device][model]
         for method in options.methods:
             task = (model, method, case, options.device)
-            rounds = in_turn((None, *worlds), task, options.rounds, options.seconds)
+            rounds = in_turn(worlds, task, options.rounds, options.seconds)
             medians = {
                 name: [statistics.median(each["milliseconds"]) for each in found]
                 for name, found in rounds.items()
