@@ -4,8 +4,8 @@ Libraries choose their kernels by the CPU and the number of threads, and kernels
 Each setting below is one that MKL, oneDNN, OpenBLAS or torch obeys; one that a machine does not
 know (an Arm CPU, say) changes nothing there.
 
-Each test runs on one of these machines, and here; with `--every-machine` on all of them, as
-`make test-all` does.
+`make test` runs each of these tests once: a quarter of them on each of these machines, and a
+quarter here. With `--every-machine` all of them run everywhere, as in `make test-all`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(options: list[str]) -> int:
         said = " ".join(f"{variable}={value}" for variable, value in setting.items())
         print(f"\n{name}: {said}", flush=True)
         start = time.monotonic()
-        part = [] if every else ["--part", f"{number}/{len(MACHINES)}"]
+        part = [] if every else ["--part", f"{number}/{len(MACHINES) + 1}"]
         environment = {**os.environ, **setting}
         code = subprocess.run([*command, *part], env=environment, check=False).returncode
         failed += code != 0

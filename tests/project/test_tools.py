@@ -41,7 +41,7 @@ def test_each_machines_result_is_told(
     assert machines.main(["-n", "2"]) == (failing != "none")
     assert len(ran) == len(machines.MACHINES)
     assert all(str(TESTS / "public" / "test_patches.py") in command for command in ran)
-    assert [command[-2:] for command in ran] == [["--part", f"{n}/3"] for n in (1, 2, 3)]
+    assert [command[-2:] for command in ran] == [["--part", f"{n}/4"] for n in (1, 2, 3)]
     told = capsys.readouterr().out.splitlines()[-len(ran) :]
     for line, (name, setting) in zip(told, machines.MACHINES.items(), strict=True):
         assert line.startswith("FAILED" if failing in name else "passed")
