@@ -154,8 +154,7 @@ def square_product(x: Tensor) -> Tensor:
 def _in_blocks(x: Tensor, others: int) -> Iterator[Tensor]:
     """The columns of x (n, d) by blocks of few enough terms, (blocks, n, terms).
 
-    As many blocks at a time as their products with `others` rows have memory for: each time is one
-    launch, however long the rows are.
+    As many at a time, in one launch, as their products with `others` rows have memory for.
     """
     whole = x.shape[1] // _EXACT_TERMS * _EXACT_TERMS
     together = max(1, _PRODUCTS // max(1, len(x) * others))
@@ -176,10 +175,7 @@ def _pays(rows: int, terms: int, columns: int) -> bool:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as a sum of two: the first is a TF32 number, the second 2⁻¹⁰ of it at most.
-
-    What is not finite stays so: Inf − Inf is NaN.
-    """
+    """x as a TF32 number and the rest, at most 2⁻¹⁰ of it; not finite where x is not."""
     high = x.view(torch.int32).bitwise_and(-(1 << _LOW_BITS)).view(torch.float32)
     return high, x - high
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dpspan.gradients.capture import Capture
+from dpspan.gradients.layout import Call, replaced
 from dpspan.gradients.numerics import Arithmetic, plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.support.errors import UnsupportedModule
 from dpspan.support.left_as_found import Mode, left_as_found, plain_tensors
 from dpspan.support.randomness import RandomState, fresh_seed, shuffled
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 Versions = dict[str, tuple[Tensor, int]]
 
 # Comparisons of a new model and of one that has passed; one more if they are left to chance.
@@ -77,10 +77,7 @@ class Rehearsal:
 
     def replaced(self, new: Callable[[Tensor], Tensor]) -> Call:
         """The call with every tensor that has the samples in front replaced."""
-        call: Call = tree_map_with_path(
-            lambda path, leaf: new(leaf) if keystr(path) in self.paths else leaf, self.call
-        )
-        return call
+        return replaced(self.call, self.paths, new)
 
     def splits(
         self, loss: Callable[[Tensor], Tensor | None], order: Tensor, cut: int, *, mean: bool
@@ -335,8 +332,7 @@ def _check_memory(stage: Stage) -> None:
         raise NotComparable("it draws random numbers that a seed does not control")
     raise UnsupportedModule(
         f"{stage.remembers(seed)} keeps something of a batch, and the gradients of later batches "
-        "depend on it: it carries private data from step to step without noise. Remove it, or keep "
-        "it as it is while the model trains."
+        "depend on it: it carries private data from step to step without noise. Remove or fix it."
     )
 
 

@@ -96,10 +96,7 @@ def check_one_each(losses: Any, samples: int, *, of: str = "loss") -> Tensor:
 
 
 class SampleCriterion:
-    """One loss per sample by a copy of the criterion.
-
-    `instead` names the argument that takes a function where the criterion does not serve.
-    """
+    """One loss per sample by a copy of the criterion, or by an argument called `instead`."""
 
     def __init__(self, criterion: nn.Module, *, instead: str) -> None:
         self.name, self._instead = type(criterion).__name__, instead

@@ -63,8 +63,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
         if trainable and not is_recurrent(module):
             yield (
                 "its forward pass or its weights are not those of torch's class, whose fused "
-                "kernel hides the per-sample gradients: make an unchanged torch layer a child of "
-                "your module and call that"
+                "kernel hides per-sample gradients: make a plain torch layer a child, and call it"
             )
     elif is_of_opacus(module):
         if trainable:

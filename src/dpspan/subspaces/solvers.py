@@ -31,10 +31,7 @@ class Solver(Protocol):
     """How the top k eigenvectors of a Gram matrix are found."""
 
     def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
-        """The basis; eigenvalues of at most `floor` are rounding noise.
-
-        `previous` is C of the last call, of the same shape, if there was one.
-        """
+        """The basis; eigenvalues up to `floor` are rounding, `previous` is the last call's C."""
 
 
 @dataclass(frozen=True, kw_only=True)
