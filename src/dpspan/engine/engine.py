@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
-from dpspan.engine.beginning import Given, begin
-from dpspan.engine.plan import Plan, calibrated, plan_run, plan_sampling, units_of
+from dpspan.engine.admission import begin
+from dpspan.engine.checkpoint import load, save
+from dpspan.engine.plan import Given, Plan, calibrated, plan_run, plan_sampling, units_of
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.engine.shard_folder import load, save
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
@@ -277,10 +277,7 @@ class PrivacyEngine:
         return write_certificate(path, document) if self.processes.is_first else Path(path)
 
     def diagnostics(self) -> list[dict[str, Any]]:
-        """What the method noted while training, from public data and released results only.
-
-        Ask for notes with `diagnose=` on the method.
-        """
+        """What the method noted by `diagnose=`, from public data and released results only."""
         return self._running().mechanism.diagnostics()
 
     def note_unprivate(self, what: str) -> None:
@@ -318,18 +315,17 @@ class PrivacyEngine:
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
         run.plan.check_described(state["run"])
-        loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
-        smoothed = run.smoother.state_dict()
+        saved = {"post_processing": {}, **state}
+        parts = {"post_processing": run.smoother, "mechanism": run.mechanism, "loader": run.loader}
+        before = {name: part.state_dict() for name, part in parts.items()}
         try:  # all or nothing
-            run.smoother.load_state_dict(state.get("post_processing", {}))
-            run.mechanism.load_state_dict(state["mechanism"])
-            run.loader.load_state_dict(state["loader"])
-            self.ledger.load_state_dict(state["ledger"])
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+            self.ledger.load_state_dict(saved["ledger"])
             run.go_on()
         except Exception:
-            run.smoother.load_state_dict(smoothed)
-            run.mechanism.load_state_dict(mechanism)
-            run.loader.load_state_dict(loader)
+            for name, part in parts.items():
+                part.load_state_dict(before[name])
             raise
 
     def save_checkpoint(
@@ -362,8 +358,7 @@ class PrivacyEngine:
     ) -> dict[str, Any]:
         """Restore `save_checkpoint` into a run that was set up in the same way.
 
-        What was saved of a sharded model may be loaded into more or fewer processes, or into one
-        model that is not sharded.
+        Of a sharded model: into more or fewer processes too, or into one that is not sharded.
         """
         keys = {"engine", "module", "optimizer", "checkpoint_dict"}
         content = load(path, keys, module, self.processes)

@@ -7,6 +7,7 @@ from typing import Any
 
 from dp_accounting import DpEvent
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpspan.accounting.calibration import calibrate_event
@@ -15,6 +16,7 @@ from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
+from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count, check_number, check_positive, expect, html_table
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
@@ -66,10 +68,7 @@ class Plan:
         return self.sampling.event(self.noise_multiplier)
 
     def most_at_once(self, processes: int = 1) -> int:
-        """The size of padded pieces: a draw is larger in about one step of a hundred.
-
-        Such a draw takes another piece. From public numbers only.
-        """
+        """Size of padded pieces, by public numbers: for one draw of a hundred it takes two."""
         expected = self.expected_batch_size
         return math.ceil((expected + _SPREAD * math.sqrt(expected)) / processes / 8) * 8
 
@@ -148,6 +147,21 @@ class Plan:
         if self.budget is None:
             return "see plan.epsilon(epochs, delta)"
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a run is made of, besides its plan."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    data_loader: DataLoader[Any]
+    criterion: nn.Module | None
+    units: Units | None
+    warm_start: WarmStart | None
+    max_physical_batch_size: int | None
+    cuda_graphs: bool
+    seed: int | None  # for debugging: such a run is not private
 
 
 def calibrated(sampling: Draw, epochs: int, budget: Budget, ledger: Ledger) -> tuple[float, int]:
