@@ -119,15 +119,9 @@ def _placed(numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def carried_weights(
-    model: nn.Module,
-    rank: int,
-    layers: Callable[[str], bool] | None,
-    head: Collection[str] = (),
+    model: nn.Module, rank: int, layers: Callable[[str], bool] | None, head: Collection[str] = ()
 ) -> dict[str, nn.Parameter]:
-    """The trainable weights of linear and convolution layers that carriers make smaller.
-
-    But for those of the `head`.
-    """
+    """Trainable weights of linear and convolution layers that carriers make smaller; no `head`."""
     of_layers = {module.weight for module in model.modules() if isinstance(module, _CARRIED)}
     # A weight tied to an embedding is one of its lines per token.
     others = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -189,17 +189,13 @@ class MirrorMechanism(SteppedMechanism):
         if known is not None and not known[0]:
             raise ValueError(
                 "The gradient of the public samples is not finite, so there is no step to take. If "
-                "training has diverged, lower the learning rate; otherwise look for huge values in "
-                "the public data."
+                "training diverged, lower the learning rate; if not, look for huge public values."
             )
         # On a GPU the error comes a step late: until then only the private gradient counts.
         return {name: torch.where(finite, value, 0.0) for name, value in mean.items()}
 
     def _note(self, alpha: float, noisy: Gradient, public: Gradient) -> None:
-        """Of the private gradient only what has its noise: that may be looked at for nothing.
-
-        Lengths are in the units of a mean gradient.
-        """
+        """Lengths as of a mean gradient; the private one has its noise, so a look is free."""
         private = {name: value.double() / self._lot_size for name, value in noisy.items()}
         released_norm, public_norm = (_inner(x, x).sqrt() for x in (private, public))
         note = {
@@ -216,8 +212,7 @@ class MirrorMechanism(SteppedMechanism):
         return {**super().state_dict(), **({"private": private} if private else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {key: value for key, value in state.items() if key != "private"}
-        super().load_state_dict(own)
+        super().load_state_dict(state)
         self._private.load_state_dict(state.get("private", {}))
         self._public_mean = None
 

@@ -262,8 +262,7 @@ def encode_public(layer: PatchFeatures, public: object) -> PublicData:
 def _seen(layer: PatchFeatures, inputs: Tensor) -> Tensor:
     """What the layer makes of them, on the CPU.
 
-    Every batch is padded to the same size: rounding depends on it, and a record's features must
-    not reveal how many records there are.
+    Batches are padded to one size: by rounding features could tell how many records there are.
     """
     filled = torch.cat(
         [inputs, inputs.new_zeros(_ENCODED_AT_ONCE - len(inputs), *inputs.shape[1:])]

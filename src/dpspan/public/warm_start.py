@@ -237,8 +237,7 @@ class _Trainer:
                 raise ValueError(_DIVERGED)
             raise ValueError(
                 "The loss on the public data is not finite even before the warm start. Look for "
-                "NaN and infinity in the weights of the model, and for inputs of a scale that it "
-                "cannot take."
+                "NaN and infinity in the model's weights, and for inputs of too large a scale."
             )
         return mean
 
