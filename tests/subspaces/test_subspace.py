@@ -278,6 +278,7 @@ def check_subspace(subspace: Subspace, J: PerSampleGradients, h: Tensor, j: Tens
         name: part.view(shape).to(J.like)
         for (name, shape), part in zip(J.shapes.items(), vector.split(sizes), strict=True)
     }
+    assert_close(subspace.embed_vector(by_name), b @ vector, tol)
     assert_close(flat(subspace.project(by_name)), vector @ v.T @ v, tol, float(vector.norm()))
     # Outside
     outside = j - j @ v.T @ v
@@ -1028,10 +1029,9 @@ def test_refused_subspaces() -> None:
             ValueError, match="gradients of the parameters that the subspace is made of"
         ):
             operation(other)
-    for vector in {"0.weight": torch.zeros(7, 5)}, dict(other.combine(torch.ones(6))):
-        with pytest.raises(
-            ValueError, match="vector over the parameters that the subspace is made of"
-        ):
-            subspace.project(vector)
+    with pytest.raises(ValueError, match="vector over the parameters that the subspace is made of"):
+        subspace.embed_vector({"0.weight": torch.zeros(7, 5)})
+    with pytest.raises(ValueError, match="vector over the parameters that the subspace is made of"):
+        subspace.project(dict(other.combine(torch.ones(6))))
     with pytest.raises(ValueError, match="same parameters"):
         subspace.drift(Subspace.from_gradients(other, 3))

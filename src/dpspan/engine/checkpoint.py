@@ -101,8 +101,9 @@ def load_file(path: str | Path | BinaryIO, keys: set[str]) -> dict[str, Any]:
 def damaged(path: str | Path) -> ValueError:
     """The error about a checkpoint that cannot be read."""
     return ValueError(
-        f"{path} is not a complete dpspan checkpoint (truncated, or another file). Restore a copy, "
-        "or remove it and train anew (`dpspan train CONFIG --resume`): what was spent stays spent."
+        f"{path} is not a complete dpspan checkpoint (truncated, or another file). Restore it from "
+        "a copy, or remove it and train anew (`dpspan train CONFIG --resume`): what was spent "
+        "stays spent."
     )
 
 

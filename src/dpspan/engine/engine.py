@@ -23,6 +23,7 @@ from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
+from dpspan.support.errors import CaptureError
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -266,8 +267,10 @@ class PrivacyEngine:
         """
         run = self._running()
         run.guard.warn_of_unknowns()
-        if fault := run.fault():
-            self.ledger.invalidate(fault)
+        try:
+            run.guard.review()
+        except CaptureError as error:  # why the run is not private
+            self.ledger.invalidate(str(error))
         training = {**run.plan.describe(), "weights_sha256": run.weights_digest()}
         return certificate(self.ledger, delta=delta, training=training)
 
@@ -315,17 +318,18 @@ class PrivacyEngine:
         if state["format"] != "dpspan.engine.1":
             raise ValueError(f"Expected an engine state of format 1, got {state['format']!r}.")
         run.plan.check_described(state["run"])
-        saved = {"post_processing": {}, **state}
-        parts = {"post_processing": run.smoother, "mechanism": run.mechanism, "loader": run.loader}
-        before = {name: part.state_dict() for name, part in parts.items()}
+        loader, mechanism = run.loader.state_dict(), run.mechanism.state_dict()
+        smoothed = run.smoother.state_dict()
         try:  # all or nothing
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            self.ledger.load_state_dict(saved["ledger"])
+            run.smoother.load_state_dict(state.get("post_processing", {}))
+            run.mechanism.load_state_dict(state["mechanism"])
+            run.loader.load_state_dict(state["loader"])
+            self.ledger.load_state_dict(state["ledger"])
             run.go_on()
         except Exception:
-            for name, part in parts.items():
-                part.load_state_dict(before[name])
+            run.smoother.load_state_dict(smoothed)
+            run.mechanism.load_state_dict(mechanism)
+            run.loader.load_state_dict(loader)
             raise
 
     def save_checkpoint(

@@ -281,14 +281,6 @@ class PrivateRun:
         self.guard.forget_weights()
         self._steps = 0
 
-    def fault(self) -> str | None:
-        """Why it is not private, if a look at what it has seen tells."""
-        try:
-            self.guard.review()
-        except CaptureError as error:
-            return str(error)
-        return None
-
     def weights_digest(self) -> str:
         """Of the weights now, or as the run left them."""
         if self._last_digest == "":

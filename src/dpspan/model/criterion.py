@@ -167,9 +167,6 @@ def _first(tensors: list[Tensor], entries: int, value: int) -> int | None:
     return next((int(rows[0]) for rows in found if len(rows)), None)
 
 
-# -- a loss that the loop computes by itself -----------------------------------------------------
-
-
 class Output(Tensor):
     """What is computed of the model's outputs, as long as it needs a gradient."""
 

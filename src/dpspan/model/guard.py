@@ -88,8 +88,6 @@ class Guard:
             hook = Hook(self._look_at_criterion)
             self._hooks.append(criterion.register_forward_hook(hook, with_kwargs=True))
 
-    # -- the life of a batch --------------------------------------------------------------------
-
     def expect(
         self, samples: int, *, rows: int | None = None, most: int = 0, new_epoch: bool
     ) -> None:
@@ -185,8 +183,6 @@ class Guard:
         self._over, self._stepped = True, None
         for hook in self._hooks:
             hook.remove()
-
-    # -- samples --------------------------------------------------------------------------------
 
     def _look_at_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Probe the model; notice inputs of varying length."""
@@ -309,8 +305,6 @@ class Guard:
                     "gives it, or leave unit= out."
                 )
             self._places_known |= True in in_place
-
-    # -- state ----------------------------------------------------------------------------------
 
     def _changed_since(self, before: _Snapshot) -> list[str]:
         changed = differing(before.versions, self._versions())

@@ -240,7 +240,8 @@ def _refuse_shared(model: nn.Module, paths: Iterable[str]) -> None:
             named = model.named_modules(remove_duplicate=False)
             raise ValueError(
                 f"{_some(name for name, module in named if module is layer)} are one layer, and "
-                "only the first would get a LoRA adapter: take it out of targets, or into `also`."
+                "only the first would get a LoRA adapter: leave it out of targets, or train it in "
+                "full with also."
             )
 
 

@@ -63,7 +63,8 @@ def _problems(module: nn.Module) -> Iterator[str]:
         if trainable and not is_recurrent(module):
             yield (
                 "its forward pass or its weights are not those of torch's class, whose fused "
-                "kernel hides per-sample gradients: make a plain torch layer a child, and call it"
+                "kernel hides the per-sample gradients: make an unchanged torch layer a child of "
+                "your module and call that"
             )
     elif is_of_opacus(module):
         if trainable:

@@ -113,13 +113,8 @@ def without_public(
     """The private records that are not copies of public samples (see `refuse_overlap`).
 
     Taken out of the private side, where each record's fate depends on it and on public data alone;
-    removing the copies from the public data would reveal which records are private.
-
-    Args:
-        private: a map-style dataset.
-        public: anything that `PublicData.of` reads.
-        collate_fn: makes a batch of several records.
-        num_workers: processes that read the records, as of a DataLoader.
+    removing the copies from the public data would reveal which records are private. `public` is
+    anything that `PublicData.of` reads; `collate_fn` and `num_workers` are as of a DataLoader.
     """
     check_map_style(private, "The private dataset")
     if encodings(private):

@@ -221,11 +221,8 @@ def encode(
     a Subset of it, or of several in a ConcatDataset. A wrapper of your own hides them from the
     certificate: declare them by `engine.ledger.declare_public`.
 
-    Args:
-        layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
-        dataset: pairs of an image and a label, not augmented at random.
-        collate_fn: makes a batch of several pairs.
-        progress: show a bar, in a terminal.
+    `dataset` holds pairs of an image and a label, not augmented at random; `collate_fn` makes
+    batches of them. The layer computes on its device, and the result is on the CPU.
     """
     check_map_style(dataset, "The dataset to encode")
     public = layer.public

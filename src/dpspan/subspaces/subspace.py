@@ -110,14 +110,18 @@ class Subspace:
             return self.gradients.combine(weights, finite=finite)
 
     @plain_arithmetic()
-    def project(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """BᵀB v: the part of a vector over the parameters that lies in the subspace."""
-        shapes = {name: value.shape for name, value in vector.items()}
-        if shapes != self.gradients.shapes:
+    def embed_vector(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """B v for one vector in parameter space."""
+        shapes = self.gradients.shapes
+        if {name: value.shape for name, value in vector.items()} != shapes:
             raise ValueError("Expected a vector over the parameters that the subspace is made of.")
-        rows: dict[str, list[Any]] = {name: [Rows(value[None])] for name, value in vector.items()}
+        rows: dict[str, list[Any]] = {name: [Rows(vector[name][None])] for name in shapes}
         like = next(iter(vector.values()))
-        return self.lift(self.embed(PerSampleGradients(shapes, rows, 1, like=like))[0])
+        return self.embed(PerSampleGradients(shapes, rows, 1, like=like))[0]
+
+    def project(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """BᵀB v: the part of a vector that lies in the subspace."""
+        return self.lift(self.embed_vector(vector))
 
     @plain_arithmetic()
     def explicit(self) -> Self:
