@@ -198,9 +198,6 @@ class PublicGradientSource:
         self._losses = losses_by(self.criterion, self.loss, self.labels, self.data)
         self.count = min(check_count("samples", self.samples), self.data.count)  # per refresh
         self.fixed = self.count == self.data.count  # the same samples at every refresh
-        if self.piece is not None:
-            check_count("piece", self.piece)
-        check_seed(self.seed)
         on_device = partial(self.data.pieces, self.piece, None)
         self._on_device = lru_cache(maxsize=1)(lambda device: list(on_device(device)))
 
