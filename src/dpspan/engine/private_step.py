@@ -1,8 +1,7 @@
 """One private run at work: from a sampled batch to param.grad.
 
-Pieces of a logical batch are clipped and added up, and so are the sums of several processes; after
-the last piece the step is entered in the ledger, noise is drawn once, and the noisy mean becomes
-param.grad for any torch optimizer.
+Pieces of a logical batch are clipped and added up, and so are the sums of several processes. Then
+the step is entered in the ledger, noise is drawn once, and the noisy mean becomes param.grad.
 """
 
 from collections.abc import Callable, Iterator

@@ -190,9 +190,8 @@ class PrivateLoader:
         `padded` pieces all have the physical size: what is missing is filled up with stand-ins.
         With `units` these are drawn, and whoever is drawn brings some records.
 
-        `seed` is for debugging: whoever knows it knows who took part in which step. By default it
-        comes from OS entropy, and so does whatever else is drawn meanwhile. A `secure` loader draws
-        batches by a cryptographic generator.
+        `seed` is for debugging: whoever knows it knows who took part in which step. By default this
+        and whatever else is drawn comes from OS entropy; `secure` is by a cryptographic generator.
         """
         records = records_of(loader)
         known, whose = (records, "dataset") if units is None else (len(units), "units")
@@ -264,8 +263,7 @@ class PrivateLoader:
         # Counted here, at the first batch: iterators made side by side must not share a number.
         self.passes, self.pieces = self.passes + 1, 0
         pieces: deque[Piece] = deque()
-        # By the number of the pass, as a stream would be read further ahead in one process than in
-        # another when an epoch is left early.
+        # By the pass: of one stream, processes would have read more or less of an epoch left early.
         seed = self._secret, self.passes
         generator: AnyGenerator = np.random.default_rng(seed)
         if self._secure:  # units' own generators are not, and must not tell anything of the seed

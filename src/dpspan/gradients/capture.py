@@ -6,8 +6,7 @@ parameters are hidden from autograd while the layer runs, so autograd never comp
 weight gradients that private training would throw away. It follows that *any* gradient which does
 reach a parameter came by a way the capture does not see: that is an error, never silence.
 
-Parameters are known by their module and their name in it: a sharded model exchanges the parameters
-themselves for others while it runs.
+Parameters are known by module and name: a sharded model exchanges them for others while it runs.
 """
 
 import sys
@@ -145,8 +144,7 @@ class Capture:
         records each, one after the other: gradients are then the means of units.
 
         Of a parameter with `carriers` only its gradient's images in them are kept (see
-        `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
-        during the backward pass.
+        `PerSampleGradients.compress`): a layer's input is let go during the backward pass.
         """
         rows, carriers = samples * views, carriers or {}
         self._batch = _Batch(rows, views, units, live, discard, everywhere, carriers, graphs)
@@ -349,8 +347,7 @@ class Capture:
                 f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
                 "have the batch in front: use torch's own, or dpspan.fix(model)."
             )
-        # Without a rule, its forward may use its own and its children's parameters in any way, so
-        # torch.func takes the whole subtree.
+        # Without a rule its forward may use all parameters below it: torch.func takes all of it.
         if forced or (own and rule is None):
             self._refuse_shards_inside(path, module)
             self._stand_in(path, module).takes(unit=True, forced=forced)

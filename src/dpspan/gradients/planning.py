@@ -3,8 +3,7 @@
 Modules are looked at on a few samples (see `layout`). What holds a layer that sees anything but
 samples is taken as a whole, and where the layers alone do not tell that recording them is exact,
 the gradients of two samples as they would be recorded are compared with plain autograd's. The loss
-for that is made up: the sine of every number that the model gives for a sample, each weighed
-differently.
+for that is made up: sines of all numbers that the model gives for a sample, weighed differently.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
 
 _CARRIED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-# Relative size of the unit vectors that fill up missing directions: its square is well above the
-# rounding of float64.
+# Relative size of the unit vectors for missing directions: squared, well above float64's rounding.
 _FILL = 1e-6
 
 

@@ -5,9 +5,8 @@
     α_t     how much the private gradient counts at step t, a public constant
     step    along α_t·g_t + (1 − α_t)·h_t
 
-Formal guarantee: DP-SGD's. Public samples, α_t and the weights that earlier steps released say all
-there is about h_t, so mixing it in is post-processing, whatever its length: it is not clipped
-unless `public_clip` says so.
+Formal guarantee: DP-SGD's. h_t follows from public samples, α_t and weights that earlier steps
+released, so mixing it in is post-processing, however long it is (`public_clip` may clip it).
 """
 
 import math

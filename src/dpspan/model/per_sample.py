@@ -29,9 +29,8 @@ def per_sample_gradients(
     processes must ask for the same batch.
 
     `check` takes half of the samples in other company and compares, which doubles the time: turn
-    it off where the same model and loss have passed before. Without it a model whose layers do not
-    have the batch in front (or that mixes samples) gives wrong rows where another dimension happens
-    to be as long as the batch.
+    it off where the same model and loss have passed before. Without it a model that mixes samples,
+    or layers with another dimension in front that is as long as the batch, give wrong rows.
     """
     tensors = isolation.tensors_of((batch, {}))
     sizes = {len(x) for x in tensors.values()}

@@ -3,8 +3,7 @@
 Private training of few weights on good features often beats that of many from scratch
 (Tramèr and Boneh 2021). Filters are centres of whitened patches (Coates and Ng 2011). Responses to
 them are turned to the principal directions that public images have and nearly whitened there: noise
-is the same in every direction, hence so should be the features. Each image is treated by itself, by
-constants of public data.
+is the same in every direction, so should features be. Images are seen alone, by public constants.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ one is held in memory, and by what the file system says of each file: device, in
 content and inode last changed. A file changed in the last seconds could change again under the same
 times, and is not trusted yet.
 
-A hash of that is kept with the public data, in memory, for as long as they are there, and only if
-no copy was found. No digest of a private record is kept anywhere: by one on a disk, whoever guesses
-a record could tell that it is there.
+A hash of that is kept with the public data, in memory, and only if no copy was found. No digest of
+a private record is kept anywhere: on a disk, it would tell whoever guesses a record that it is one.
 """
 
 import hashlib

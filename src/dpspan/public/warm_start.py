@@ -221,8 +221,7 @@ class _Trainer:
                 loss.backward()
                 finite.append(loss.detach().isfinite())
             self._optimizer.step()
-        # Asked once an epoch, since the answer waits for the device. The weights too: a finite
-        # loss can have a gradient that is not.
+        # Once an epoch, as it waits for the device. Weights too: gradients may not be finite.
         finite += [p.detach().isfinite().all() for p in self._parameters]
         if not all(map(bool, finite)):
             raise ValueError(_DIVERGED)

@@ -56,8 +56,7 @@ class Lanczos:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor)
-        # A fixed start: ARPACK's own is random, and signs that differ between processes would
-        # cancel in their sum.
+        # A fixed start: by ARPACK's random one, signs would differ and cancel between processes.
         start = np.random.default_rng(0).standard_normal(len(gram))
         try:
             found, directions = scipy.sparse.linalg.eigsh(
@@ -90,8 +89,7 @@ class PowerIteration:
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
         k, shift = gram / scale, floor / scale
         # Rounding may leave K eigenvalues below zero, and then no Cholesky factor. K + floor·I has
-        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor), and is set right
-        # at the end.
+        # the same eigenvectors; a direction's length², λ/(λ + floor), is set right at the end.
         k.diagonal().add_(shift)
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)

@@ -102,8 +102,7 @@ class PublicSpan:
         """Subspace number `refresh`, in the form that suits so many `products` with it."""
         with self.processes.together():
             parts = self._parts(self.gradients(refresh, capture))
-        # Directions may come with either sign, and in either order if they are equally long: all
-        # processes must have the same ones.
+        # Signs, and the order of equally long directions, must be the same in all processes.
         self.processes.make_same(part.coefficients for part in parts.values())
         with self.processes.together():  # a GPU tells late, and not all at the same step
             self._check(list(parts.values()))

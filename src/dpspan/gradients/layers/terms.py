@@ -68,9 +68,8 @@ class Term(ABC):
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Squared row norms by the cheaper of instantiating and the kernel form.
 
-        Here from rows, a block of samples at a time, each block dropped after use. `combine` sums
-        products of the factors, not these rows, so the bound adds what rounding the rows can have
-        hidden.
+        Here from rows, a block of samples at a time. `combine` sums products of the factors, not
+        these rows, so the bound adds what rounding the rows can have hidden.
         """
         empty = self.rows(0, 0)
         value = by_blocks(
