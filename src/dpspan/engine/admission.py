@@ -19,7 +19,7 @@ from dpspan.engine.plan import Given, Plan
 from dpspan.engine.private_step import PrivateRun, check_optimizer
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.gradients.capture import captures_on
-from dpspan.mechanisms.base import Mechanism, Method, Setting
+from dpspan.mechanisms.base import Mechanism, Setting
 from dpspan.mechanisms.clipping import AdaptiveClipping
 from dpspan.model.criterion import check_criterion
 from dpspan.model.isolation import same, tensors_of
@@ -55,8 +55,8 @@ def begin(
 ) -> PrivateRun:
     """The run, after its warm start; whatever its guarantee would not hold for is refused first."""
     with processes.together():
-        refuse_together(plan.method, given)
-        check_parts(plan, given, processes)
+        refuse_together(given)
+        check_parts(given, processes)
     same_beginning(plan, given, processes, warn)
     setting = Setting(
         model=given.module,
@@ -70,7 +70,7 @@ def begin(
     with processes.together():
         mechanism = plan.method.bind(setting)
         loader = _loader(plan, given, processes)
-        public = admit_public(plan.method, given, mechanism, warn)
+        public = admit_public(given, mechanism, warn)
     loader.spread_over(processes)
     processes.agree({"debug_seed": given.seed, "public data": [use.data.digest for use in public]})
     processes.make_same(weights_of(given.module).values())  # after the warm start
@@ -104,12 +104,12 @@ def _put_on_record(ledger: Ledger, plan: Plan, public: list[PublicUse]) -> None:
     _logger.info("dpspan: %s", plan.describe())
 
 
-def check_parts(plan: Plan, given: Given, processes: Processes) -> None:
+def check_parts(given: Given, processes: Processes) -> None:
     """Refuse a model, an optimizer or a loss for which the guarantee would not hold."""
     module = given.module
     refuse_wrappers(module)
     check_sharding(module, processes)
-    check_criterion(given.criterion, plan.loss_reduction, module)
+    check_criterion(given.criterion, given.loss_reduction, module)
     validate(module)
     check_device(module)
     check_optimizer(given.optimizer, module)
@@ -122,7 +122,7 @@ def check_parts(plan: Plan, given: Given, processes: Processes) -> None:
         )
 
 
-def refuse_together(method: Method, given: Given) -> None:
+def refuse_together(given: Given) -> None:
     """Refuse what does not go together, and what a sharded model cannot have."""
     if given.units is not None and given.cuda_graphs:
         raise ValueError(
@@ -135,9 +135,11 @@ def refuse_together(method: Method, given: Given) -> None:
         "warm_start= trains a whole model: run the warm start before fully_shard "
         "(warm_start.run(model, criterion)), or leave it out.": given.warm_start is not None,
         "diagnose= measures whole gradients, and of a sharded model each process has a part: "
-        "leave it out.": getattr(method, "diagnose", 0),
+        "leave it out.": getattr(given.method, "diagnose", 0),
         "AdaptiveClipping was not tried on a sharded model: take FlatClipping() or "
-        "AutomaticClipping().": isinstance(getattr(method, "clipping", None), AdaptiveClipping),
+        "AutomaticClipping().": isinstance(
+            getattr(given.method, "clipping", None), AdaptiveClipping
+        ),
         "unit= of a sharded model is not supported: processes look at the model by the first one's "
         "records, and with units that may be none. Leave out unit=, or fully_shard.": (
             given.units is not None
@@ -212,14 +214,14 @@ def check_device(module: nn.Module) -> None:
 
 
 def admit_public(
-    method: Method, given: Given, mechanism: Mechanism, warn: Callable[[str], None]
+    given: Given, mechanism: Mechanism, warn: Callable[[str], None]
 ) -> list[PublicUse]:
     """Everything public behind a run: a warm start, the method's data, what layers were made of.
 
     Refuses copies of private records, and a collate_fn that mixes them; then it trains.
     """
     private, warm_start, units = given.data_loader, given.warm_start, given.units
-    by_method = f"{type(method).__name__}: public gradients"
+    by_method = f"{type(given.method).__name__}: public gradients"
     layers = [part for part in given.module.modules() if isinstance(part, PatchFeatures)]
     uses = [
         *(PublicUse(data, by_method) for data in mechanism.public),

@@ -127,35 +127,29 @@ class PrivacyEngine:
         method = DPSGD() if method is None else method
         processes = self._join()
         with processes.together():
-            units = units_of(unit, records_per_unit, data_loader)
-            plan = plan_run(
+            given = Given(
                 module=module,
+                optimizer=optimizer,
                 data_loader=data_loader,
-                method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
                 noise_multiplier=noise_multiplier,
-                non_private=non_private,
+                method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
+                criterion=criterion,
                 loss_reduction=loss_reduction,
                 poisson_sampling=poisson_sampling,
                 sample_rate=sample_rate,
                 expected_batch_size=expected_batch_size,
+                max_physical_batch_size=max_physical_batch_size,
                 views=views,
-                units=units,
-                accountant=self.ledger.accountant,
-                secure_mode=self._secure,
                 low_pass=low_pass,
                 average_weights=average_weights,
+                units=units_of(unit, records_per_unit, data_loader),
+                warm_start=warm_start,
+                cuda_graphs=cuda_graphs,
+                non_private=non_private,
+                secure_mode=self._secure,
+                seed=self._seed,
             )
-        given = Given(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            criterion=criterion,
-            units=units,
-            warm_start=warm_start,
-            max_physical_batch_size=max_physical_batch_size,
-            cuda_graphs=cuda_graphs,
-            seed=self._seed,
-        )
+            plan = plan_run(given, self.ledger.accountant)
         self._run = begin(plan, given, ledger=self.ledger, processes=processes, warn=self._warn)
         return module, optimizer, self._run.loader
 
