@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpspan.gradients.layers.pairs import line_blocks
+from dpspan.gradients.layers.terms import line_blocks
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 

@@ -368,7 +368,7 @@ def test_steps_that_may_have_been_seen_stay_charged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full between ledger and checkpoint: the latter may be there in part."""
-    real, calls = dpspan.engine.shard_folder.save_file, 0
+    real, calls = dpspan.engine.checkpoint.save_file, 0
 
     def full(path: Path, content: dict[str, Any]) -> Path:
         nonlocal calls
@@ -377,7 +377,7 @@ def test_steps_that_may_have_been_seen_stay_charged(
             raise OSError(28, "No space left on device")
         return real(path, content)
 
-    monkeypatch.setattr(dpspan.engine.shard_folder, "save_file", full)
+    monkeypatch.setattr(dpspan.engine.checkpoint, "save_file", full)
     output = {"folder": str(folder / "run"), "checkpoint_every": 3}
     with pytest.raises(OSError, match="No space left"):
         train(config(folder, output=output))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpspan
 from dpspan.accounting.ledger import RECORDS_TOLD
-from dpspan.engine.plan import plan_run
+from dpspan.engine.plan import Given, plan_run
 from dpspan.public.data import PublicData
 from helpers.training import train
 
@@ -39,9 +39,10 @@ def planned(**changes: Any) -> Any:
         "sample_rate": None,
         "expected_batch_size": None,
         "views": 1,
-        "accountant": "rdp",
+        "secure_mode": False,
     }
-    return plan_run(**{**settings, **changes})
+    unset = {each.name for each in dataclasses.fields(Given)} - settings.keys()
+    return plan_run(Given(**{**dict.fromkeys(unset), **settings, **changes}), "rdp")
 
 
 def run(**changes: Any) -> Any:

@@ -739,6 +739,11 @@ def test_a_run_that_stops_there_has_cost_nothing() -> None:
     assert not traces(model)
 
 
+def test_a_wrong_physical_batch_size_is_told_by_its_name() -> None:
+    with pytest.raises(ValueError, match="Expected max_physical_batch_size to be an integer"):
+        precise(method=METHODS["GEP"](), max_physical_batch_size=0)
+
+
 def test_public_inputs_that_do_not_fit_are_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"Public inputs of shape \(1, 4\).* do not fit the model"):
         precise(method=METHODS["GEP"](public=X[:, :4]))

@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_its_clip() -> None:
     fixed, *_ = setup()
     with pytest.raises(ValueError, match="does not fit this run"):
         fixed.load_state_dict(state)
-    with pytest.raises(ValueError, match="the state of an adaptive clip"):
+    with pytest.raises(ValueError, match="a method's state with step and public and clip"):
         mechanism().load_state_dict({"step": 1, "public": []})
 
 

@@ -15,7 +15,7 @@ import dpspan
 from dpspan import Eigh, Lanczos, PowerIteration, RandomSubspace, Subspace
 from dpspan.gradients import numerics
 from dpspan.gradients import operator as gradients_module
-from dpspan.gradients.layers import conv, embedding, linear, pairs
+from dpspan.gradients.layers import conv, embedding, linear, terms
 from dpspan.gradients.layers.conv import Patches
 from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
@@ -51,7 +51,7 @@ def keep_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, conv, embedding):
         monkeypatch.setattr(module, "compact", lambda term, *_: term)
     monkeypatch.setattr(gradients_module, "_SMALL", 0)
-    monkeypatch.setattr(pairs, "_CPU_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(terms, "_CPU_LINES_BYTES", 1)
 
 
 def samples(x: Tensor, n: int, seed: int = 0) -> Tensor:
@@ -146,7 +146,7 @@ def test_gram_by_blocks_of_lines(name: str, form: str, monkeypatch: pytest.Monke
     h = 0.5 * per_sample_matrix(model, loss_per_sample, torch.cat(pieces))
     assert_close(H.matrix(), h, 1e-10)
     for workspace in (1, 700):  # a line at a time, a few of them
-        monkeypatch.setattr(pairs, "_CPU_WORKSPACE_BYTES", workspace)
+        monkeypatch.setattr(terms, "_CPU_LINES_BYTES", workspace)
         assert_close(J.gram(H), j @ h.T, 1e-10)
         assert_close(H.gram(J), h @ j.T, 1e-10)
         assert_close(H.gram(H), h @ h.T, 1e-10)

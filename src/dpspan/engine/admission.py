@@ -1,22 +1,25 @@
-"""Who may take part in a private run: the model, its loss, its optimizer, and public data."""
+"""How a run begins: what is given is checked, public and private are kept apart, all is wired."""
 
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, default_collate
 
-from dpspan.engine.plan import Plan
+from dpspan.accounting.ledger import Ledger
+from dpspan.engine.plan import Given, Plan
 from dpspan.engine.private_step import PrivateRun, check_optimizer
+from dpspan.engine.sampling import PrivateLoader
 from dpspan.gradients.capture import captures_on
-from dpspan.mechanisms.base import Mechanism, Method, Setting
+from dpspan.mechanisms.base import Mechanism, Setting
 from dpspan.mechanisms.clipping import AdaptiveClipping
 from dpspan.model.criterion import check_criterion
 from dpspan.model.isolation import same, tensors_of
@@ -24,11 +27,11 @@ from dpspan.model.validation import refuse_wrappers, validate
 from dpspan.public.data import PublicData, in_memory, in_order
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.public.patches import PatchFeatures
-from dpspan.public.warm_start import WarmStart
 from dpspan.support.distributed import Processes, weights_of
 from dpspan.support.randomness import RandomState, fresh_seed, seeded, shuffled
 from dpspan.support.sharded import Shards, check_sharding, local
-from dpspan.support.units import Units
+
+_logger = logging.getLogger(__name__)
 
 _ROUNDS = 2  # the record first, and last
 _ROUNDS_IF_RANDOM = 16  # a random collate_fn may mix now and then only
@@ -37,21 +40,80 @@ _IN_ORDER = 8  # records whose places in a batch are looked at
 _SHOWN, _READ = 128, 8192  # records by which processes compare datasets, read at a time
 
 
-def check_parts(
-    module: nn.Module,
-    optimizer: Optimizer,
-    criterion: nn.Module | None,
-    loss_reduction: str,
-    processes: Processes,
-) -> None:
+class PublicUse(NamedTuple):
+    """Public data, and what a run does with them."""
+
+    data: PublicData
+    purpose: str
+
+    def __str__(self) -> str:
+        return f"'{self.data.name}' ({self.purpose})"
+
+
+def begin(
+    plan: Plan, given: Given, *, ledger: Ledger, processes: Processes, warn: Callable[[str], None]
+) -> PrivateRun:
+    """The run, after its warm start; whatever its guarantee would not hold for is refused first."""
+    with processes.together():
+        refuse_together(given)
+        check_parts(given, processes)
+    same_beginning(plan, given, processes, warn)
+    setting = Setting(
+        model=given.module,
+        criterion=given.criterion,
+        steps_per_epoch=plan.sampling.steps_per_epoch,
+        expected_batch_size=plan.expected_batch_size,
+        max_physical_batch_size=given.max_physical_batch_size,
+        warn=warn,
+        processes=processes,
+    )
+    with processes.together():
+        mechanism = plan.method.bind(setting)
+        loader = _loader(plan, given, processes)
+        public = admit_public(given, mechanism, warn)
+    loader.spread_over(processes)
+    processes.agree({"debug_seed": given.seed, "public data": [use.data.digest for use in public]})
+    processes.make_same(weights_of(given.module).values())  # after the warm start
+    plan = dataclasses.replace(plan, public=tuple(map(str, public)))
+    _put_on_record(ledger, plan, public)
+    return PrivateRun(plan, given, setting, mechanism, loader=loader, ledger=ledger)
+
+
+def _loader(plan: Plan, given: Given, processes: Processes) -> PrivateLoader:
+    size = given.max_physical_batch_size
+    if given.cuda_graphs and size is None:
+        size = plan.most_at_once(processes.world)
+    return PrivateLoader(
+        given.data_loader,
+        plan.sampling,
+        size,
+        seed=given.seed,
+        padded=given.cuda_graphs,
+        units=given.units,
+        secure=plan.secure_mode,
+    )
+
+
+def _put_on_record(ledger: Ledger, plan: Plan, public: list[PublicUse]) -> None:
+    ledger.protect(plan.unit)
+    for data, purpose in public:
+        ledger.declare_public(data.name, data.digest, data.count, detail=purpose)
+    ledger.warn(*plan.warnings)
+    if plan.noise_multiplier == 0:
+        ledger.invalidate("noise_multiplier is 0")
+    _logger.info("dpspan: %s", plan.describe())
+
+
+def check_parts(given: Given, processes: Processes) -> None:
     """Refuse a model, an optimizer or a loss for which the guarantee would not hold."""
+    module = given.module
     refuse_wrappers(module)
     check_sharding(module, processes)
-    check_criterion(criterion, loss_reduction, module)
+    check_criterion(given.criterion, given.loss_reduction, module)
     validate(module)
     check_device(module)
-    check_optimizer(optimizer, module)
-    hooks = optimizer._optimizer_step_pre_hooks.values()
+    check_optimizer(given.optimizer, module)
+    hooks = given.optimizer._optimizer_step_pre_hooks.values()
     taken = any(isinstance(getattr(hook, "__self__", None), PrivateRun) for hook in hooks)
     if captures_on(module) or taken:
         raise ValueError(
@@ -60,49 +122,41 @@ def check_parts(
         )
 
 
-def refuse_together(
-    module: nn.Module,
-    method: Method,
-    *,
-    warm_start: WarmStart | None,
-    cuda_graphs: bool,
-    units: Units | None,
-) -> None:
+def refuse_together(given: Given) -> None:
     """Refuse what does not go together, and what a sharded model cannot have."""
-    if units is not None and cuda_graphs:
+    if given.units is not None and given.cuda_graphs:
         raise ValueError(
             "unit= and cuda_graphs=True do not go together: a graph is of batches of one size, and "
             "units have different numbers of records. Leave one of them out."
         )
     refused = {
         "cuda_graphs=True cannot record a sharded model, which is gathered anew in every step: "
-        "leave it out.": cuda_graphs,
+        "leave it out.": given.cuda_graphs,
         "warm_start= trains a whole model: run the warm start before fully_shard "
-        "(warm_start.run(model, criterion)), or leave it out.": warm_start is not None,
+        "(warm_start.run(model, criterion)), or leave it out.": given.warm_start is not None,
         "diagnose= measures whole gradients, and of a sharded model each process has a part: "
-        "leave it out.": getattr(method, "diagnose", 0),
+        "leave it out.": getattr(given.method, "diagnose", 0),
         "AdaptiveClipping was not tried on a sharded model: take FlatClipping() or "
-        "AutomaticClipping().": isinstance(getattr(method, "clipping", None), AdaptiveClipping),
+        "AutomaticClipping().": isinstance(
+            getattr(given.method, "clipping", None), AdaptiveClipping
+        ),
         "unit= of a sharded model is not supported: processes look at the model by the first one's "
-        "records, and with units that may be none. Leave out unit=, or fully_shard.": units
-        is not None,
+        "records, and with units that may be none. Leave out unit=, or fully_shard.": (
+            given.units is not None
+        ),
     }
     for why, asked_for in refused.items():
-        if asked_for and Shards(module):
+        if asked_for and Shards(given.module):
             raise ValueError(why)
 
 
 def same_beginning(
-    processes: Processes,
-    plan: Plan,
-    module: nn.Module,
-    loader: DataLoader[Any],
-    units: Units | None,
-    warn: Callable[[str], None],
+    plan: Plan, given: Given, processes: Processes, warn: Callable[[str], None]
 ) -> None:
     """One plan, the same records and the first process's weights in all; or an error in all."""
     if processes.world == 1:
         return
+    module, loader, units = given.module, given.data_loader, given.units
     every = [*module.named_parameters(), *module.named_buffers()]
     kinds = [(n, *x.shape, str(x.dtype), x.requires_grad) for n, x in every]
     owners = None if units is None else hashlib.blake2b(units.owners.tobytes()).hexdigest()
@@ -134,21 +188,17 @@ def _digest(
         return b"another number of records"
     found, seen = hashlib.blake2b(), False
     with seeded(seed):
-        for batch in _shown(loader, positions):
+        if in_memory(dataset, loader.collate_fn):
+            pieces: Iterable[Any] = in_order(dataset, _READ, loader.collate_fn)
+        else:
+            records = [dataset[i] for i in positions]
+            pieces = [[(len(records), loader.collate_fn(records))]]
+        for _, batch in chain.from_iterable(pieces):
             for path, x in _tensors(batch).items():
                 found.update(path.encode())
                 found.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
                 seen = True
     return found.digest() if seen else None
-
-
-def _shown(loader: DataLoader[Any], positions: Sequence[int]) -> Iterator[Any]:
-    dataset: Any = loader.dataset
-    if not in_memory(dataset, loader.collate_fn):
-        yield loader.collate_fn([dataset[i] for i in positions])
-        return
-    for piece in in_order(dataset, _READ, loader.collate_fn):
-        yield from (batch for _, batch in piece)
 
 
 def check_device(module: nn.Module) -> None:
@@ -163,50 +213,33 @@ def check_device(module: nn.Module) -> None:
             ) from error
 
 
-class PublicUse(NamedTuple):
-    """Public data, and what a run does with them."""
-
-    data: PublicData
-    purpose: str
-
-    def __str__(self) -> str:
-        return f"'{self.data.name}' ({self.purpose})"
-
-
 def admit_public(
-    method: Method,
-    mechanism: Mechanism,
-    setting: Setting,
-    private: DataLoader[Any],
-    warm_start: WarmStart | None,
-    units: Units | None = None,
+    given: Given, mechanism: Mechanism, warn: Callable[[str], None]
 ) -> list[PublicUse]:
     """Everything public behind a run: a warm start, the method's data, what layers were made of.
 
-    Refuses public samples that are private records, and a collate_fn that mixes records. Then the
-    warm start trains the model.
+    Refuses copies of private records, and a collate_fn that mixes them; then it trains.
     """
-    by_method = f"{type(method).__name__}: public gradients"
-    layers = [part for part in setting.model.modules() if isinstance(part, PatchFeatures)]
+    private, warm_start, units = given.data_loader, given.warm_start, given.units
+    by_method = f"{type(given.method).__name__}: public gradients"
+    layers = [part for part in given.module.modules() if isinstance(part, PatchFeatures)]
     uses = [
         *(PublicUse(data, by_method) for data in mechanism.public),
         *(PublicUse(layer.public, type(layer).__name__) for layer in layers),
     ]
     start = [] if warm_start is None else [PublicData.of(warm_start.data)]
     refuse_overlap(private, [*(use.data for use in uses), *start], units)
-    check_collation(private, setting.warn, ordered=units is not None)
+    check_collation(private, warn, ordered=units is not None)
     # These were compared with the private records when they were encoded.
     uses += [PublicUse(each.public, each.layer) for each in encodings(private.dataset)]
     if warm_start is not None:  # last: whatever can be refused has been
         [data] = start
-        result = dataclasses.replace(warm_start, data=data).run(setting.model, setting.criterion)
+        result = dataclasses.replace(warm_start, data=data).run(given.module, given.criterion)
         uses.insert(0, PublicUse(data, warm_start.summary(result)))
     return uses
 
 
-def check_collation(
-    loader: DataLoader[Any], warn: Callable[[str], None], *, ordered: bool = False
-) -> None:
+def check_collation(loader: DataLoader[Any], warn: Callable[[str], None], *, ordered: bool) -> None:
     """Raise ValueError if what a record becomes depends on the records that it is collated with.
 
     A few are collated in one company and in another. Padding to the longest record does not mix
@@ -215,30 +248,24 @@ def check_collation(
     dataset: Any = loader.dataset
     if loader.collate_fn is default_collate or len(dataset) < 3:
         return
-    try:
-        mixed = _mixes(loader.collate_fn, dataset)
-    except Exception:  # whatever it says may show private data
-        mixed = None
-    if mixed is None:
-        warn("the collate_fn of the data loader could not be checked to keep records apart")
-    if mixed:
+
+    def found(look: Callable[..., bool | None], what: str) -> bool | None:
+        try:
+            told = look(loader.collate_fn, dataset)
+        except Exception:  # whatever it says may show private data
+            told = None
+        if told is None:
+            warn(f"the collate_fn of the data loader could not be checked to keep {what}")
+        return told
+
+    if found(_mixes, "records apart"):
         raise ValueError(
             "The collate_fn of the data loader mixes records: what becomes of a record depends on "
             "the others in its batch (MixUp and CutMix do this), so its influence cannot be "
             "bounded. Give a collate_fn that treats records one by one."
         )
-    if not ordered:
-        return
-    try:
-        in_place = _keeps_order(loader.collate_fn, dataset)
-    except Exception:
-        in_place = None
-    if in_place is None:
-        warn(
-            "the collate_fn of the data loader could not be checked to keep the order of records; "
-            "if it does not, records count for other units than their own"
-        )
-    if in_place is False:
+    order = "the order of records; if it does not, records count for other units than their own"
+    if ordered and found(_keeps_order, order) is False:
         raise ValueError(
             "The collate_fn of the data loader puts records into another order, so a record would "
             "count for another unit than its own. Let it keep the order, or leave unit= out."

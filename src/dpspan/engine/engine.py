@@ -14,15 +14,16 @@ from torch.utils.data import DataLoader
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
-from dpspan.engine.beginning import Given, begin
-from dpspan.engine.plan import Plan, calibrated, plan_run, plan_sampling, units_of
+from dpspan.engine.admission import begin
+from dpspan.engine.checkpoint import load, save
+from dpspan.engine.plan import Given, Plan, calibrated, plan_run, plan_sampling, units_of
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
-from dpspan.engine.shard_folder import load, save
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
+from dpspan.support.errors import CaptureError
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -126,35 +127,29 @@ class PrivacyEngine:
         method = DPSGD() if method is None else method
         processes = self._join()
         with processes.together():
-            units = units_of(unit, records_per_unit, data_loader)
-            plan = plan_run(
+            given = Given(
                 module=module,
+                optimizer=optimizer,
                 data_loader=data_loader,
-                method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
                 noise_multiplier=noise_multiplier,
-                non_private=non_private,
+                method=method if max_grad_norm is None else method.with_clip(max_grad_norm),
+                criterion=criterion,
                 loss_reduction=loss_reduction,
                 poisson_sampling=poisson_sampling,
                 sample_rate=sample_rate,
                 expected_batch_size=expected_batch_size,
+                max_physical_batch_size=max_physical_batch_size,
                 views=views,
-                units=units,
-                accountant=self.ledger.accountant,
-                secure_mode=self._secure,
                 low_pass=low_pass,
                 average_weights=average_weights,
+                units=units_of(unit, records_per_unit, data_loader),
+                warm_start=warm_start,
+                cuda_graphs=cuda_graphs,
+                non_private=non_private,
+                secure_mode=self._secure,
+                seed=self._seed,
             )
-        given = Given(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            criterion=criterion,
-            units=units,
-            warm_start=warm_start,
-            max_physical_batch_size=max_physical_batch_size,
-            cuda_graphs=cuda_graphs,
-            seed=self._seed,
-        )
+            plan = plan_run(given, self.ledger.accountant)
         self._run = begin(plan, given, ledger=self.ledger, processes=processes, warn=self._warn)
         return module, optimizer, self._run.loader
 
@@ -266,8 +261,10 @@ class PrivacyEngine:
         """
         run = self._running()
         run.guard.warn_of_unknowns()
-        if fault := run.fault():
-            self.ledger.invalidate(fault)
+        try:
+            run.guard.review()
+        except CaptureError as error:  # why the run is not private
+            self.ledger.invalidate(str(error))
         training = {**run.plan.describe(), "weights_sha256": run.weights_digest()}
         return certificate(self.ledger, delta=delta, training=training)
 
@@ -277,10 +274,7 @@ class PrivacyEngine:
         return write_certificate(path, document) if self.processes.is_first else Path(path)
 
     def diagnostics(self) -> list[dict[str, Any]]:
-        """What the method noted while training, from public data and released results only.
-
-        Ask for notes with `diagnose=` on the method.
-        """
+        """What the method noted by `diagnose=`, from public data and released results only."""
         return self._running().mechanism.diagnostics()
 
     def note_unprivate(self, what: str) -> None:
@@ -362,8 +356,7 @@ class PrivacyEngine:
     ) -> dict[str, Any]:
         """Restore `save_checkpoint` into a run that was set up in the same way.
 
-        What was saved of a sharded model may be loaded into more or fewer processes, or into one
-        model that is not sharded.
+        Of a sharded model: into more or fewer processes too, or into one that is not sharded.
         """
         keys = {"engine", "module", "optimizer", "checkpoint_dict"}
         content = load(path, keys, module, self.processes)

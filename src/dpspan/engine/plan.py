@@ -7,6 +7,7 @@ from typing import Any
 
 from dp_accounting import DpEvent
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpspan.accounting.calibration import calibrate_event
@@ -15,6 +16,7 @@ from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
+from dpspan.public.warm_start import WarmStart
 from dpspan.support.checks import check_count, check_number, check_positive, expect, html_table
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
@@ -66,10 +68,7 @@ class Plan:
         return self.sampling.event(self.noise_multiplier)
 
     def most_at_once(self, processes: int = 1) -> int:
-        """The size of padded pieces: a draw is larger in about one step of a hundred.
-
-        Such a draw takes another piece. From public numbers only.
-        """
+        """Size of padded pieces, by public numbers: for one draw of a hundred it takes two."""
         expected = self.expected_batch_size
         return math.ceil((expected + _SPREAD * math.sqrt(expected)) / processes / 8) * 8
 
@@ -150,6 +149,32 @@ class Plan:
         return f"{self.epsilon():.3g} at δ = {self.budget.delta:g} for {self.epochs} epochs"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a run is asked for: the arguments of `make_private`, and of the engine."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    data_loader: DataLoader[Any]
+    noise_multiplier: float
+    method: Method
+    criterion: nn.Module | None
+    loss_reduction: str
+    poisson_sampling: bool
+    sample_rate: float | None
+    expected_batch_size: float | None
+    max_physical_batch_size: int | None
+    views: int
+    low_pass: float | None
+    average_weights: float | None
+    units: Units | None
+    warm_start: WarmStart | None
+    cuda_graphs: bool
+    non_private: bool
+    secure_mode: bool
+    seed: int | None  # for debugging: such a run is not private
+
+
 def calibrated(sampling: Draw, epochs: int, budget: Budget, ledger: Ledger) -> tuple[float, int]:
     """The least noise multiplier for so many epochs beside the ledger's; and their events."""
     events = check_count("epochs", epochs) * sampling.events_per_epoch
@@ -186,52 +211,37 @@ def plan_sampling(
     return PartitionDraw(records=records, batches=poisson.steps_per_epoch)
 
 
-def plan_run(
-    *,
-    module: nn.Module,
-    data_loader: DataLoader[Any],
-    method: Method,
-    noise_multiplier: float,
-    non_private: bool,
-    loss_reduction: str,
-    poisson_sampling: bool,
-    sample_rate: float | None,
-    expected_batch_size: float | None,
-    views: int,
-    accountant: str,
-    units: Units | None = None,
-    secure_mode: bool = False,
-    low_pass: float | None = None,
-    average_weights: float | None = None,
-) -> Plan:
+def plan_run(given: Given, accountant: str) -> Plan:
     """The plan of a run with these settings; whatever cannot be planned is refused."""
-    if noise_multiplier == 0 and (secure_mode or not non_private):
+    if given.noise_multiplier == 0 and (given.secure_mode or not given.non_private):
         raise ValueError(
             "noise_multiplier = 0 gives no privacy. To train without noise on purpose, pass "
             "non_private=True, and no secure_mode; the certificate will say so."
         )
-    sampling = plan_sampling(data_loader, poisson_sampling, sample_rate, units)
-    sampling.event(noise_multiplier)  # which refuses what is no noise multiplier
-    if expected_batch_size is None:
-        expected_batch_size = data_loader.batch_size or 0
-        if sample_rate is None:  # both from the data, and the certificate says so
-            expected_batch_size = min(expected_batch_size, sampling.records)
-    smoothing = {"low_pass": low_pass, "average_weights": average_weights}
+    module, loader, rate, units = given.module, given.data_loader, given.sample_rate, given.units
+    sampling = plan_sampling(loader, given.poisson_sampling, rate, units)
+    sampling.event(given.noise_multiplier)  # which refuses what is no noise multiplier
+    size = given.expected_batch_size
+    if size is None:
+        size = loader.batch_size or 0
+        if rate is None:  # both from the data, and the certificate says so
+            size = min(size, sampling.records)
+    smoothing = {"low_pass": given.low_pass, "average_weights": given.average_weights}
     smoothed = {name: share for name, share in smoothing.items() if share is not None}
     for name, share in smoothed.items():
         expect(0 < check_number(name, share) < 1, f"{name} between 0 and 1, or None", share)
     return Plan(
-        method=method,
+        method=given.method,
         sampling=sampling,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=check_positive("expected_batch_size", expected_batch_size),
-        loss_reduction=loss_reduction,
-        views=check_count("views", views),
+        noise_multiplier=given.noise_multiplier,
+        expected_batch_size=check_positive("expected_batch_size", size),
+        loss_reduction=given.loss_reduction,
+        views=check_count("views", given.views),
         model=name_of(module),
         trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
         accountant=accountant,
-        tells_records=sample_rate is None,
+        tells_records=rate is None,
         records_per_unit=None if units is None else units.most,
-        secure_mode=secure_mode,
+        secure_mode=given.secure_mode,
         post_processing=smoothed,
     )

@@ -1,8 +1,7 @@
 """One private run at work: from a sampled batch to param.grad.
 
-Pieces of a logical batch are clipped and added up, and so are the sums of several processes; after
-the last piece the step is entered in the ledger, noise is drawn once, and the noisy mean becomes
-param.grad for any torch optimizer.
+Pieces of a logical batch are clipped and added up, and so are the sums of several processes. Then
+the step is entered in the ledger, noise is drawn once, and the noisy mean becomes param.grad.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import Ledger
-from dpspan.engine.plan import Plan
+from dpspan.engine.plan import Given, Plan
 from dpspan.engine.sampling import Piece, PrivateLoader
 from dpspan.engine.smoothing import Smoother
 from dpspan.gradients.capture import Capture
@@ -35,24 +34,22 @@ class PrivateRun:
     def __init__(
         self,
         plan: Plan,
+        given: Given,
         setting: Setting,
         mechanism: Mechanism,
         *,
-        optimizer: Optimizer,
         loader: PrivateLoader,
         ledger: Ledger,
-        seed: int | None,  # for debugging: such a run is not private
-        cuda_graphs: bool,
     ) -> None:
         self.plan, self.loader, self.mechanism = plan, loader, mechanism
         self._module, self._ledger, self.processes = setting.model, ledger, setting.processes
         # Not the numbers of the sampling; and processes draw the noise of different shards.
-        own = None if seed is None else seed + 1 + (self.processes.rank << 40)
+        own = None if given.seed is None else given.seed + 1 + (self.processes.rank << 40)
         self._noise = Noise(own, secure=plan.secure_mode)
         self._capture = Capture(self._module, self.processes)
         self._mean_loss = plan.loss_reduction == "mean"
         self._graphs: Graphs | None = None
-        if cuda_graphs:
+        if given.cuda_graphs:
             recorded = mechanism.clipped_sum if stays_in_place(mechanism) else None
             self._graphs = Graphs(recorded, mean_loss=self._mean_loss)
         self.guard = Guard(
@@ -71,8 +68,8 @@ class PrivateRun:
         self._charged_passes: set[int] = set()
         self._last_digest: str | None = None  # of the weights as the run left them
         self._step_hooks = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            given.optimizer.register_step_pre_hook(self.before_step),
+            given.optimizer.register_step_post_hook(lambda *_: self._stepped()),
         ]
         loader.on_piece = self.on_piece
         loader.on_batch = self.guard.hand_over
@@ -109,7 +106,7 @@ class PrivateRun:
         self._piece = None
         self._capture.disarm()
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.sums = None  # nothing of the last batch counts
         if lost and not new_epoch:  # an epoch that was left early may leave a batch behind
             raise CaptureError(
                 "backward() was called on the last batch, but optimizer.step() was not, so its "
@@ -157,8 +154,9 @@ class PrivateRun:
             piece, gradients = self._collect()
         self.mechanism.prepare(self._capture)  # the public pass, if one is due
         with processes.together():
-            self._add(self._clipped_sum(piece, gradients))
-            del gradients  # what they were made of is not needed any more
+            part, total = self._clipped_sum(piece, gradients), self._total
+            self._total = {n: total[n] + v for n, v in part.items()} if total else part
+            del gradients, part  # what they were made of is not needed any more
         if not piece.last:
             self._hand_over({})  # torch optimizers leave parameters without a gradient alone
             return
@@ -182,9 +180,6 @@ class PrivateRun:
                 "gradient is not among the recorded ones. Leave cuda_graphs out."
             )
         return part
-
-    def _add(self, part: Sums) -> None:
-        self._total = {n: self._total[n] + v for n, v in part.items()} if self._total else part
 
     def _common(self, sums: Sums, travel: Callable[[Sums], Sums]) -> Sums:
         """The sums, where those travel of which processes do not keep a shard each."""
@@ -285,14 +280,6 @@ class PrivateRun:
         self.guard.forget_weights()
         self._steps = 0
 
-    def fault(self) -> str | None:
-        """Why it is not private, if a look at what it has seen tells."""
-        try:
-            self.guard.review()
-        except CaptureError as error:
-            return str(error)
-        return None
-
     def weights_digest(self) -> str:
         """Of the weights now, or as the run left them."""
         if self._last_digest == "":
@@ -336,6 +323,5 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
 
 def _refuse(_: Piece) -> None:
     raise RuntimeError(
-        "engine.detach() ended the private run, so this loader hands out no more batches: training "
-        "on them would not be private."
+        "engine.detach() ended the private run: training on more batches would not be private."
     )

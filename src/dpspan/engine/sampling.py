@@ -20,12 +20,7 @@ import torch
 from dp_accounting import DpEvent
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.public.data import batches_of, check_map_style
@@ -125,41 +120,6 @@ class Piece(NamedTuple):
     most: int = 0  # records of this piece in the first process, which has the most
 
 
-def _cut(
-    batches: Iterable[Tensor],
-    limit: int | None,
-    padded: bool,
-    pieces: deque[Piece],
-    processes: Processes,
-    units: Units | None,
-    seed: Sequence[int],
-) -> Generator[list[int], None, None]:
-    """Cut logical batches into index lists of at most `limit`; queue a `Piece` for each.
-
-    Of several processes each takes every W-th record, and as many pieces as the others. Or every
-    W-th unit, whose records stay together; which of them take part is drawn by `seed`.
-    A `padded` one will be filled up to exactly that many. For an empty one record 0 stands in, and
-    the engine drops what it contributes. An empty step must run like any other: its noise, its step
-    and its event are part of the mechanism. But models and loops fail on tensors of length zero
-    (`x.view(len(x), -1)`, means that become NaN).
-    """
-    sizes = None if units is None else units.sizes
-    for step, batch in enumerate(batches, start=1):
-        shares = [batch[rank :: processes.world].numpy() for rank in range(processes.world)]
-        parts = [_parts(share, limit or sys.maxsize, sizes) for share in shares]
-        most = max(map(len, parts))
-        for number in range(most):
-            mine = parts[processes.rank][number : number + 1]
-            part, counts = mine[0].tolist() if mine else [], None
-            if units is not None and part:
-                drawn = [units.drawn(unit, [*seed, step]) for unit in part]
-                part, counts = list(chain(*drawn)), tuple(map(len, drawn))
-            held = limit if padded and limit else max(1, len(part))
-            last, shown = number == most - 1, sum(map(len, parts[0][number : number + 1]))
-            pieces.append(Piece(len(part), held, padded, number == 0, last, counts, shown))
-            yield part or [0]
-
-
 def _parts(share: Array, limit: int, sizes: Array | None) -> list[Array]:
     """Records, or units of these sizes, in parts of at most `limit` records."""
     if sizes is None:
@@ -174,10 +134,7 @@ def _parts(share: Array, limit: int, sizes: Array | None) -> list[Array]:
 
 
 def filled_up(batch: Any, records: int, size: int) -> Any:
-    """A collated batch with copies of its first record behind the others.
-
-    After collation: whatever order that gives the records, stand-ins are the last rows.
-    """
+    """A collated batch, and copies of its first record behind it, whatever the order is."""
     leaves, structure = tree_flatten(batch)
     of_records = [isinstance(x, Tensor) and x.shape[:1] == (records,) for x in leaves]
     if not any(of_records):
@@ -233,9 +190,8 @@ class PrivateLoader:
         `padded` pieces all have the physical size: what is missing is filled up with stand-ins.
         With `units` these are drawn, and whoever is drawn brings some records.
 
-        `seed` is for debugging: whoever knows it knows who took part in which step. By default it
-        comes from OS entropy, and so does whatever else is drawn meanwhile. A `secure` loader draws
-        batches by a cryptographic generator.
+        `seed` is for debugging: whoever knows it knows who took part in which step. By default this
+        and whatever else is drawn comes from OS entropy; `secure` is by a cryptographic generator.
         """
         records = records_of(loader)
         known, whose = (records, "dataset") if units is None else (len(units), "units")
@@ -291,9 +247,8 @@ class PrivateLoader:
             check_count("max_physical_batch_size", size)
         if size is not None and self._units is not None and size < self._units.most:
             raise ValueError(
-                f"Expected max_physical_batch_size of at least {self._units.most}, as many records "
-                f"as a step uses of one unit, which is never divided, got {size}. Lower "
-                "records_per_unit=, or raise it."
+                f"Expected max_physical_batch_size of at least {self._units.most}, the records of "
+                f"a unit, which is never divided, got {size}. Raise it, or lower records_per_unit=."
             )
         self._max_physical_batch_size = size
 
@@ -308,18 +263,14 @@ class PrivateLoader:
         # Counted here, at the first batch: iterators made side by side must not share a number.
         self.passes, self.pieces = self.passes + 1, 0
         pieces: deque[Piece] = deque()
-        # By the number of the pass, as a stream would be read further ahead in one process than in
-        # another when an epoch is left early.
+        # By the pass: of one stream, processes would have read more or less of an epoch left early.
         seed = self._secret, self.passes
         generator: AnyGenerator = np.random.default_rng(seed)
         if self._secure:  # units' own generators are not, and must not tell anything of the seed
             generator = SecureGenerator(seed)
             seed = tuple(generator.integers(1 << 52, size=2).tolist())
         steps = islice(self.draw.epoch(generator), len(self) - self.position)
-        limit = self.max_physical_batch_size
-        source = self._feed.source = _cut(
-            steps, limit, self._padded, pieces, self._processes, self._units, seed
-        )
+        source = self._feed.source = self._cut(steps, pieces, seed)
         entropy = fresh_randomness() if self._fresh else nullcontext()
         with closing(source), entropy:  # an epoch left early lets go of what it has drawn
             batches = iter(self._inner)
@@ -344,6 +295,36 @@ class PrivateLoader:
                     )
         self.epoch += 1
         self.position = 0
+
+    def _cut(
+        self, batches: Iterable[Tensor], pieces: deque[Piece], seed: Sequence[int]
+    ) -> Generator[list[int], None, None]:
+        """Cut logical batches into index lists of the physical size; queue a `Piece` for each.
+
+        Of several processes each takes every W-th record, and as many pieces as the others. Or
+        every W-th unit, whose records stay together; which of them take part is drawn by `seed`.
+        `padded` pieces will be filled up to exactly that size. For an empty one record 0 stands in,
+        and the engine drops what it contributes. An empty step must run like any other: its noise,
+        its step and its event are part of the mechanism. But models and loops fail on tensors of
+        length zero (`x.view(len(x), -1)`, means that become NaN).
+        """
+        limit, padded = self.max_physical_batch_size, self._padded
+        units, processes = self._units, self._processes
+        sizes = None if units is None else units.sizes
+        for step, batch in enumerate(batches, start=1):
+            shares = [batch[rank :: processes.world].numpy() for rank in range(processes.world)]
+            parts = [_parts(share, limit or sys.maxsize, sizes) for share in shares]
+            most = max(map(len, parts))
+            for number in range(most):
+                mine = parts[processes.rank][number : number + 1]
+                part, counts = mine[0].tolist() if mine else [], None
+                if units is not None and part:
+                    drawn = [units.drawn(unit, [*seed, step]) for unit in part]
+                    part, counts = list(chain(*drawn)), tuple(map(len, drawn))
+                held = limit if padded and limit else max(1, len(part))
+                last, shown = number == most - 1, sum(map(len, parts[0][number : number + 1]))
+                pieces.append(Piece(len(part), held, padded, number == 0, last, counts, shown))
+                yield part or [0]
 
     def refuse_seeds(self) -> None:
         """Refuse the piece at hand if torch was seeded since it was drawn."""

@@ -6,13 +6,12 @@ parameters are hidden from autograd while the layer runs, so autograd never comp
 weight gradients that private training would throw away. It follows that *any* gradient which does
 reach a parameter came by a way the capture does not see: that is an error, never silence.
 
-Parameters are known by their module and their name in it: a sharded model exchanges the parameters
-themselves for others while it runs.
+Parameters are known by module and name: a sharded model exchanges them for others while it runs.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -33,6 +32,7 @@ from dpspan.gradients.planning import CaptureErrorAt, Planner
 from dpspan.gradients.stand_in import Hook, StandIn, _get_nothing, _own_forward, captures_on
 from dpspan.support.distributed import Processes, is_sharded
 from dpspan.support.errors import CaptureError
+from dpspan.support.left_as_found import meanwhile
 from dpspan.support.sharded import Shards, shards_itself
 
 # Models that 0.1 pickled look for the private ones here.
@@ -144,8 +144,7 @@ class Capture:
         records each, one after the other: gradients are then the means of units.
 
         Of a parameter with `carriers` only its gradient's images in them are kept (see
-        `PerSampleGradients.compress`), from the moment it is known: a layer's input is then let go
-        during the backward pass.
+        `PerSampleGradients.compress`): a layer's input is let go during the backward pass.
         """
         rows, carriers = samples * views, carriers or {}
         self._batch = _Batch(rows, views, units, live, discard, everywhere, carriers, graphs)
@@ -202,28 +201,17 @@ class Capture:
             placement=self.shards.of_same if batch.everywhere else self.shards.of_sums,
         )
 
-    @contextmanager
-    def rehearsal(self, samples: int, *, carried: bool = False) -> Iterator[None]:
+    def rehearsal(self, samples: int, *, carried: bool = False) -> AbstractContextManager[None]:
         """A run of so many samples, the same in all processes, that leaves no trace."""
-        before = self.batch
-        carriers = before.carriers if carried else {}
-        rows = samples * before.views
-        self._batch = _Batch(rows, before.views, everywhere=True, carriers=carriers)
-        try:
-            yield
-        finally:
-            self._batch = before
+        views, carriers = self.batch.views, self.batch.carriers if carried else {}
+        batch = _Batch(samples * views, views, everywhere=True, carriers=carriers)
+        return meanwhile(self, _batch=batch)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Around a run of the expected batch that becomes a graph, which sees to stand-ins."""
-        before, anchors = self.batch, self._anchors
-        self._batch = replace(before, live=None, graphs=None, terms={}, heard=False)
-        self._anchors = {}  # those of other graphs belong to another stream
-        try:
-            yield
-        finally:
-            self._batch, self._anchors = before, anchors
+        batch = replace(self.batch, live=None, graphs=None, terms={}, heard=False)
+        # The anchors of other graphs belong to another stream.
+        return meanwhile(self, _batch=batch, _anchors={})
 
     def disarm(self) -> None:
         """Forget the expected batch, if there is one, and what it brought."""
@@ -255,7 +243,6 @@ class Capture:
 
     @property
     def batch(self) -> _Batch:
-        """The expected batch."""
         assert self._batch is not None
         return self._batch
 
@@ -284,18 +271,12 @@ class Capture:
         finally:
             self.sees_batch = before
 
-    @contextmanager
-    def unit_runs(self) -> Iterator[None]:
+    def unit_runs(self) -> AbstractContextManager[None]:
         """Around a run of a module that torch.func takes as a whole, or of a plain one."""
-        before, self.inside_unit = self.inside_unit, True
-        try:
-            yield
-        finally:
-            self.inside_unit = before
+        return meanwhile(self, inside_unit=True)
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the model is on a GPU."""
         return any(parameter.is_cuda for parameter in self.model.parameters())
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -344,8 +325,7 @@ class Capture:
                 {name.rpartition(".")[0]},
                 f"Parameter '{name}' takes part in the loss outside its own module's forward (for "
                 "example F.linear(x, module.weight)), so its per-sample gradient is unknown. Call "
-                "the module itself, or move the computation into one nn.Module that owns the "
-                "parameter.",
+                "the module itself, or compute this in a module that owns the parameter.",
             )
 
         self._watched[parameter] = parameter.register_hook(escaped)
@@ -367,8 +347,7 @@ class Capture:
                 f"Layer '{path}' ({type(module).__name__}) is Opacus', whose states do not "
                 "have the batch in front: use torch's own, or dpspan.fix(model)."
             )
-        # Without a rule, its forward may use its own and its children's parameters in any way, so
-        # torch.func takes the whole subtree.
+        # Without a rule its forward may use all parameters below it: torch.func takes all of it.
         if forced or (own and rule is None):
             self._refuse_shards_inside(path, module)
             self._stand_in(path, module).takes(unit=True, forced=forced)

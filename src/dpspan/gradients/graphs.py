@@ -81,10 +81,6 @@ class Graphs:
         self._recordings: dict[Any, _Recording] = {}
         self.sums: dict[str, Tensor] | None = None  # of the batch at hand, if a graph made them
 
-    def forget(self) -> None:
-        """Another batch begins: nothing of the last one counts."""
-        self.sums = None
-
     def take(self, *, copied: bool) -> dict[str, Tensor] | None:
         """The sums of the batch at hand, which the next replay will write over."""
         sums, self.sums = self.sums, None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class Trial:
     def _run(self, samples: int, seed: int, mode: Mode) -> tuple[dict[str, list[_Shapes]], Any]:
         """The shapes of every call at and below the module, by path, and its output."""
         rows = [i % self.rows for i in range(samples * self.views)]
-        args, kwargs = samples_of(self.call, self.names, rows)
+        args, kwargs = replaced(self.call, self.names, itemgetter(rows))
         record: dict[str, list[_Shapes]] = defaultdict(list)
 
         def note(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -149,8 +150,7 @@ class Layout:
     def look(self, trial: Trial) -> None:
         """Run a module on a few samples of the batch that it is called with.
 
-        Arguments with the batch in front are cut. Where that makes no sense, one of them may be a
-        table that happens to be as long.
+        Arguments with the batch in front are cut; where that fails, one may be a table as long.
         """
         path, tensors = trial.path, named_tensors(trial.call)
         names = [name for name, x in tensors.items() if x.shape[:1] == (trial.rows,)]
@@ -208,10 +208,10 @@ def named_tensors(call: Call) -> dict[str, Tensor]:
     return {keystr(where): leaf for where, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def samples_of(call: Call, names: Collection[str], rows: list[int]) -> Call:
-    """The call with only these rows of the named tensors."""
+def replaced(call: Call, names: Collection[str], new: Callable[[Tensor], Tensor]) -> Call:
+    """The call with others in the place of the named tensors."""
     result: Call = tree_map_with_path(
-        lambda where, leaf: leaf[rows] if keystr(where) in names else leaf, call
+        lambda where, leaf: new(leaf) if keystr(where) in names else leaf, call
     )
     return result
 

@@ -28,16 +28,10 @@ _PRODUCTS = 2**26  # numbers in the products of blocks that are made at a time
 _SYMMETRIC_BLOCK = 512
 _BLOCK = 256  # squares summed in working precision before float64 takes over
 
-# Relative rounding of the factors under each setting of torch's float32 precision.
-_FACTOR_ROUNDING = {
-    "none": 0.0,
-    "ieee": 0.0,
-    "highest": 0.0,
-    "high": _TF32,
-    "tf32": _TF32,
-    "medium": 2.0**-8,
-    "bf16": 2.0**-8,
-}
+# Relative rounding of the factors under settings of torch's float32 precision; under any other, as
+# "medium" and "bf16" are, it is that of bfloat16.
+_FACTOR_ROUNDING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "high": _TF32, "tf32": _TF32}
+_BFLOAT16 = 2.0**-8
 
 
 class SquaredNorms(NamedTuple):
@@ -82,7 +76,7 @@ class Arithmetic:
         ]
         with contextlib.suppress(RuntimeError):  # torch may refuse it once the new setting was used
             settings.append(torch.get_float32_matmul_precision())
-        return cls(2.0**-24, max(_FACTOR_ROUNDING.get(name, 2.0**-8) for name in settings))
+        return cls(2.0**-24, max(_FACTOR_ROUNDING.get(name, _BFLOAT16) for name in settings))
 
     @classmethod
     def precise(cls, x: Tensor) -> Self:
@@ -154,8 +148,7 @@ def square_product(x: Tensor) -> Tensor:
 def _in_blocks(x: Tensor, others: int) -> Iterator[Tensor]:
     """The columns of x (n, d) by blocks of few enough terms, (blocks, n, terms).
 
-    As many blocks at a time as their products with `others` rows have memory for: each time is one
-    launch, however long the rows are.
+    As many at a time, in one launch, as their products with `others` rows have memory for.
     """
     whole = x.shape[1] // _EXACT_TERMS * _EXACT_TERMS
     together = max(1, _PRODUCTS // max(1, len(x) * others))
@@ -176,10 +169,7 @@ def _pays(rows: int, terms: int, columns: int) -> bool:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as a sum of two: the first is a TF32 number, the second 2⁻¹⁰ of it at most.
-
-    What is not finite stays so: Inf − Inf is NaN.
-    """
+    """x as a TF32 number and the rest, at most 2⁻¹⁰ of it; not finite where x is not."""
     high = x.view(torch.int32).bitwise_and(-(1 << _LOW_BITS)).view(torch.float32)
     return high, x - high
 

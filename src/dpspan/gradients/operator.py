@@ -4,7 +4,7 @@ No method in this library needs the n × p matrix itself, only norms, inner prod
 sums of its rows. Each is computed parameter by parameter, in the memory of one layer.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple, Self
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dpspan.gradients.layers.linear import Outer, ghost_norms
-from dpspan.gradients.layers.pairs import inner
-from dpspan.gradients.layers.terms import Rows, Sum, Term, stacked
+from dpspan.gradients.layers.terms import Rows, Sum, Term, inner, stacked
 from dpspan.gradients.numerics import Arithmetic, bounds, full_precision, plain_arithmetic
 from dpspan.support.sharded import Placement
 
@@ -24,14 +23,8 @@ _ALIGNED = 64  # packed rows are as long as a multiple of this
 class SmallGradient(str):
     """Names what is summed in place of a gradient; `Left` and `Right` by the name of the weight.
 
-    It equals names of its own kind only: whatever a model calls its parameters, none is taken for
-    it.
+    It equals names of its own kind only, whatever a model calls its parameters.
     """
-
-    @property
-    def weight(self) -> str:
-        """The weight's name."""
-        return str(self)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and str.__eq__(self, str(other))
@@ -49,6 +42,9 @@ class Left(SmallGradient):
 
 class Right(SmallGradient):
     """∂R = Lᵀ G."""
+
+
+Names = tuple[str, ...]  # of the parameters in a pack
 
 
 class Pack(NamedTuple):
@@ -176,18 +172,12 @@ class PerSampleGradients:
         # On a CPU looking first is cheaper than blanking; on a GPU looking would stall the stream.
         if finite or (weights.device.type == "cpu" and not bool(unused.any())):
             dropped = None
-        pack_of = {name: names for names in self.packs for name in names}
-        ready: dict[str, Tensor] = {}
-        # In this order whatever the packs are: processes that place sums do so together.
-        for name, shape in self.shapes.items():
-            found = ready.pop(name, None)
-            if found is None and name in pack_of:
-                names = pack_of[name]
-                sizes = [self.shapes[other].numel() for other in names]
-                total = self.packs[names].term.combine(weights, dropped)
-                ready |= zip(names, total[: sum(sizes)].split(sizes), strict=True)
-                found = ready.pop(name)
-            yield name, self.like.new_zeros(shape) if found is None else found.view(shape)
+
+        def total(names: Names) -> Tensor:
+            return self.packs[names].term.combine(weights, dropped)
+
+        for name, found in one_by_one(self.shapes, self.packs, total):
+            yield name, self.like.new_zeros(self.shapes[name]) if found is None else found
 
     @plain_arithmetic()
     def gram(self, other: Self) -> Tensor:
@@ -218,7 +208,13 @@ class PerSampleGradients:
                 shapes[name] = shape
                 continue
             left, right = carriers[name]
-            _check_carriers(name, shape, left, right)
+            d_out, d_in = shape[0], shape[1:].numel()
+            fit = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]
+            if not fit or (left.shape[0], right.shape[1]) != (d_out, d_in):
+                raise ValueError(
+                    f"Expected carriers of shapes ({d_out}, r) and (r, {d_in}) for '{name}', "
+                    f"got {tuple(left.shape)} and {tuple(right.shape)}."
+                )
             shapes |= {Left(name): left.shape, Right(name): right.shape}
             if name in self.terms:
                 images = self.terms[name].compress(left.to(self.like), right.to(self.like))
@@ -256,7 +252,7 @@ class PerSampleGradients:
         return value.sum(0), bound.sum(0)
 
     @cached_property
-    def packs(self) -> dict[tuple[str, ...], Pack]:
+    def packs(self) -> dict[Names, Pack]:
         """The terms to work with: many small parameters (biases, norms) as rows side by side.
 
         A step then takes a few large operations instead of hundreds of small ones. On a GPU, where
@@ -273,7 +269,7 @@ class PerSampleGradients:
         return same
 
     @cached_property
-    def _together(self) -> tuple[str, ...]:
+    def _together(self) -> Names:
         """Which parameters share a pack."""
         on_cpu = self.device.type == "cpu"
         return tuple(
@@ -282,7 +278,7 @@ class PerSampleGradients:
             if shape.numel() <= _SMALL or (not on_cpu and isinstance(self.terms.get(name), Rows))
         )
 
-    def _packed(self, together: tuple[str, ...]) -> dict[tuple[str, ...], Pack]:
+    def _packed(self, together: Names) -> dict[Names, Pack]:
         packs = {}
         if any(name in self.terms for name in together):
             rows = [self.term(name).rows(0, self.samples) for name in together]
@@ -303,6 +299,24 @@ class PerSampleGradients:
         if not self.packs:
             return torch.zeros(0, self.samples, dtype=torch.float64, device=self.device)
         return torch.stack([pack.term.magnitudes() for pack in self.packs.values()]).sqrt()
+
+
+def one_by_one(
+    shapes: Mapping[str, torch.Size], packs: Collection[Names], total: Callable[[Names], Tensor]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Each parameter's part of the total of its pack, made when it is asked for; None without one.
+
+    In the order of `shapes` whatever the packs are: processes that place sums do so together.
+    """
+    pack_of = {name: names for names in packs for name in names}
+    ready: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if name in pack_of and name not in ready:
+            names = pack_of[name]
+            sizes = [shapes[other].numel() for other in names]
+            ready |= zip(names, total(names)[: sum(sizes)].split(sizes), strict=True)
+        found = ready.pop(name, None)
+        yield name, None if found is None else found.view(shape)
 
 
 @cache
@@ -326,13 +340,3 @@ def _total(terms: Sequence[Term]) -> Term:
         a, b = zip(*((term.a, term.b) for term in outers), strict=True)
         return Outer(torch.cat(a, dim=1), torch.cat(b, dim=1))
     return Sum(terms)
-
-
-def _check_carriers(name: str, shape: torch.Size, left: Tensor, right: Tensor) -> None:
-    d_out, d_in = shape[0], shape[1:].numel()
-    expected = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]
-    if not expected or (left.shape[0], right.shape[1]) != (d_out, d_in):
-        raise ValueError(
-            f"Expected carriers of shapes ({d_out}, r) and (r, {d_in}) for '{name}', "
-            f"got {tuple(left.shape)} and {tuple(right.shape)}."
-        )

@@ -3,14 +3,14 @@
 Modules are looked at on a few samples (see `layout`). What holds a layer that sees anything but
 samples is taken as a whole, and where the layers alone do not tell that recording them is exact,
 the gradients of two samples as they would be recorded are compared with plain autograd's. The loss
-for that is made up: the sine of every number that the model gives for a sample, each weighed
-differently.
+for that is made up: sines of all numbers that the model gives for a sample, weighed differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +31,11 @@ from dpspan.gradients.layout import (
     Trial,
     is_inside,
     named_tensors,
-    samples_of,
+    replaced,
 )
 from dpspan.gradients.numerics import full_precision
 from dpspan.support.errors import CaptureError
-from dpspan.support.left_as_found import Mode, left_as_found
+from dpspan.support.left_as_found import Mode, left_as_found, meanwhile
 from dpspan.support.sharded import local
 
 if TYPE_CHECKING:
@@ -89,16 +89,13 @@ class Planner:
             # The first process has the most samples, and what is seen of them goes for all.
             call, rows = shards.first((call, rows))
             self._planned = layout = Layout()
-            self.looking = True
-            try:
+            with meanwhile(self, looking=True):
                 if shards and not self._layouts:  # what torch refuses it says at the first run
                     with self._capture.unit_runs(), left_as_found(model), torch.no_grad():
                         forward(*call[0], **call[1])
                 self._look(layout, "", forward, call, rows)
                 if "" not in layout.refused:
                     self._decide(layout, forward, call, rows)
-            finally:
-                self.looking = False
             folded = any(seen.folded for seen in layout.seen.values())
             self._layouts[sized if folded else kind] = layout
         self._planned = None if "" in layout.refused else layout
@@ -208,7 +205,7 @@ class Planner:
         """What is wrong with the gradients of two samples as they would be recorded now."""
         capture, model, views = self._capture, self._capture.model, self._capture.batch.views
         batch = [n for n, x in named_tensors(call).items() if layout.place("", n, x) == 0]
-        args, kwargs = samples_of(call, batch, [i % rows for i in range(FEW * views)])
+        args, kwargs = replaced(call, batch, itemgetter([i % rows for i in range(FEW * views)]))
         # Copies, for the plain run: their gradients set off no hook.
         trained = {} if capture.shards else capture.trained()
         own = {name: p.detach().requires_grad_() for name, p in trained.items()}
@@ -285,8 +282,7 @@ def _not_those_of_autograd(names: set[str]) -> CaptureErrorAt:
         {name.rpartition(".")[0] for name in names},
         f"The gradients of '{min(names)}' that would be recorded for two samples are not those of "
         "plain autograd, so nothing is. Keep the batch in the first dimension of every layer's "
-        "input, and give inputs that all samples share a first dimension of 1 without reducing it "
-        "again.",
+        "input, and give inputs that all samples share a first dimension of 1, never reduced.",
     )
 
 

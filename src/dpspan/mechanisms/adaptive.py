@@ -17,7 +17,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dpspan.gradients.operator import PerSampleGradients, SmallGradient
 from dpspan.mechanisms.base import Gradient, Setting, SteppedMechanism, Sums, of_parameters
@@ -36,13 +35,13 @@ class AdaptiveMechanism(SteppedMechanism):
     def __init__(self, clip: float, rule: AdaptiveClipping, setting: Setting) -> None:
         super().__init__()
         self._rule, self._lot_size = rule, setting.expected_batch_size
-        self._clip = torch.tensor(clip, dtype=torch.float64)
+        self.clip = torch.tensor(clip, dtype=torch.float64)  # C of the next step, on the device
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip(g_i, C), by parameter, and Σ_i h_i."""
         norms = gradients.norm_bounds()
-        self._clip = self._clip.to(norms.device)  # at the first step
-        lengths = norms / self._clip
+        self.clip = self.clip.to(norms.device)  # at the first step
+        lengths = norms / self.clip
         half = torch.where(lengths <= 1, 0.5, -0.5)  # a NaN is not below
         if gradients.counted is not None:
             half = half.masked_fill(~gradients.counted, 0.0)
@@ -53,29 +52,21 @@ class AdaptiveMechanism(SteppedMechanism):
         """Both sums with their noise."""
         share = self._rule.share
         on_gradient, on_count = (noise_multiplier / math.sqrt(x) for x in (1 - share, share))
-        noisy = noise.add(of_parameters(total), std=on_gradient * self._clip)
+        noisy = noise.add(of_parameters(total), std=on_gradient * self.clip)
         return {**noisy, **noise.add({BELOW: total[BELOW]}, std=on_count / 2)}
 
     def gradient(self, released: Sums) -> Gradient:
         """What DP-SGD releases; then the clip moves."""
         below = (released[BELOW][0] / self._lot_size + 0.5).clamp(0.0, 1.0)
-        self._clip.mul_(torch.exp(self._rule.rate * (self._rule.quantile - below)))
+        self.clip.mul_(torch.exp(self._rule.rate * (self._rule.quantile - below)))
         self.step += 1
         if self.step.bit_count() == 1:
-            self._notes.append({"step": self.step, "clip": self._clip.clone()})
+            self._notes.append({"step": self.step, "clip": self.clip.clone()})
         return of_parameters(released)
 
-    @property
-    def clip(self) -> Tensor:
-        """C of the next step, on the device."""
-        return self._clip
-
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "clip": float(self._clip)}
+        return {**super().state_dict(), "clip": float(self.clip)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "clip" not in state:
-            raise ValueError(f"Expected the state of an adaptive clip, got {sorted(state)}.")
-        clip = check_positive("the saved clip", state["clip"])
-        super().load_state_dict({key: value for key, value in state.items() if key != "clip"})
-        self._clip.fill_(clip)
+        super().load_state_dict(state)
+        self.clip.fill_(check_positive("the saved clip", state["clip"]))

@@ -138,10 +138,7 @@ class Method:
         return dataclasses.replace(self, clip=clip)
 
     def describe(self) -> dict[str, Any]:
-        """The configuration as JSON, for the certificate and to recognise a checkpoint by.
-
-        Public data are in the ledger, by their digest.
-        """
+        """As JSON, for certificate and checkpoint; public data are in the ledger, by digest."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("public", "diagnose"):  # do not decide what is released
             values.pop(name, None)
@@ -173,12 +170,12 @@ class SteppedMechanism(Mechanism):
         return {"step": self.step, "public": [data.digest for data in self.public]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"step", "public"}:
-            raise ValueError(
-                f"Expected a method's state with step and public, got {sorted(state)}."
-            )
+        mine = self.state_dict()
+        if state.keys() != mine.keys():
+            names = " and ".join(mine)
+            raise ValueError(f"Expected a method's state with {names}, got {sorted(state)}.")
         step = check_count("a method's step", state["step"], least=0)
-        if state["public"] != [data.digest for data in self.public]:
+        if state["public"] != mine["public"]:
             raise ValueError(
                 "The state does not fit this run: it was saved with other public data. Pass the "
                 "same public data as then."

@@ -25,8 +25,7 @@ Draw = Callable[..., Tensor]  # of sizes: standard normals, from a public seed
 
 _CARRIED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-# Relative size of the unit vectors that fill up missing directions: its square is well above the
-# rounding of float64.
+# Relative size of the unit vectors for missing directions: squared, well above float64's rounding.
 _FILL = 1e-6
 
 
@@ -119,15 +118,9 @@ def _placed(numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def carried_weights(
-    model: nn.Module,
-    rank: int,
-    layers: Callable[[str], bool] | None,
-    head: Collection[str] = (),
+    model: nn.Module, rank: int, layers: Callable[[str], bool] | None, head: Collection[str] = ()
 ) -> dict[str, nn.Parameter]:
-    """The trainable weights of linear and convolution layers that carriers make smaller.
-
-    But for those of the `head`.
-    """
+    """Trainable weights of linear and convolution layers that carriers make smaller; no `head`."""
     of_layers = {module.weight for module in model.modules() if isinstance(module, _CARRIED)}
     # A weight tied to an embedding is one of its lines per token.
     others = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

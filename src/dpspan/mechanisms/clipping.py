@@ -56,11 +56,9 @@ class AdaptiveClipping:
 
     def __post_init__(self) -> None:
         check_positive("rate", self.rate)
-        quantile, share = (
-            check_number(name, getattr(self, name)) for name in ("quantile", "share")
-        )
-        expect(0 < quantile < 1, "quantile between 0 and 1", quantile)
-        expect(0 < share < 1, "share between 0 and 1", share)
+        for name in ("quantile", "share"):
+            value = check_number(name, getattr(self, name))
+            expect(0 < value < 1, f"{name} between 0 and 1", value)
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
         return FlatClipping().factor(norm, clip)

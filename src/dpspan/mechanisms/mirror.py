@@ -5,9 +5,8 @@
     α_t     how much the private gradient counts at step t, a public constant
     step    along α_t·g_t + (1 − α_t)·h_t
 
-Formal guarantee: DP-SGD's. Public samples, α_t and the weights that earlier steps released say all
-there is about h_t, so mixing it in is post-processing, whatever its length: it is not clipped
-unless `public_clip` says so.
+Formal guarantee: DP-SGD's. h_t follows from public samples, α_t and weights that earlier steps
+released, so mixing it in is post-processing, however long it is (`public_clip` may clip it).
 """
 
 import math
@@ -189,17 +188,13 @@ class MirrorMechanism(SteppedMechanism):
         if known is not None and not known[0]:
             raise ValueError(
                 "The gradient of the public samples is not finite, so there is no step to take. If "
-                "training has diverged, lower the learning rate; otherwise look for huge values in "
-                "the public data."
+                "training diverged, lower the learning rate; if not, look for huge public values."
             )
         # On a GPU the error comes a step late: until then only the private gradient counts.
         return {name: torch.where(finite, value, 0.0) for name, value in mean.items()}
 
     def _note(self, alpha: float, noisy: Gradient, public: Gradient) -> None:
-        """Of the private gradient only what has its noise: that may be looked at for nothing.
-
-        Lengths are in the units of a mean gradient.
-        """
+        """Lengths as of a mean gradient; the private one has its noise, so a look is free."""
         private = {name: value.double() / self._lot_size for name, value in noisy.items()}
         released_norm, public_norm = (_inner(x, x).sqrt() for x in (private, public))
         note = {
@@ -216,8 +211,7 @@ class MirrorMechanism(SteppedMechanism):
         return {**super().state_dict(), **({"private": private} if private else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {key: value for key, value in state.items() if key != "private"}
-        super().load_state_dict(own)
+        super().load_state_dict(state)
         self._private.load_state_dict(state.get("private", {}))
         self._public_mean = None
 

@@ -162,7 +162,7 @@ class RGPMechanism(SteppedMechanism):
         terms = dict(small.terms)
         for name, term in small.terms.items():
             if isinstance(name, Left):
-                carrier = self.carriers()[name.weight].left
+                carrier = self.carriers()[str(name)].left
                 left = term.rows(0, small.samples).view(-1, *carrier.shape)
                 terms[name] = Rows(left - carrier @ (carrier.T @ left))
         return small.derived(terms)

@@ -123,8 +123,7 @@ class SubspaceMethod(Method):
 class SubspaceMechanism(SteppedMechanism):
     """Keeps the subspace of the present step, and takes embeddings through it.
 
-    The subspace depends on the step's number, public data and released weights only, so all pieces
-    of a batch (and all processes) see the same one.
+    By the step's number, public data and released weights: for all pieces and processes the same.
     """
 
     passes: ClassVar[int] = 1  # products with the subspace that a step takes

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dpspan.model.isolation import Call, Rehearsal, same, tensors_of
+from dpspan.gradients.layout import Call
+from dpspan.model.isolation import Rehearsal, same, tensors_of
 from dpspan.support.checks import expect
 from dpspan.support.left_as_found import left_as_found, plain_tensors
 from dpspan.support.randomness import fresh_seed, shuffled
@@ -100,9 +101,8 @@ class CriterionCheck:
             raise ValueError(
                 f"The loss ({type(self._criterion).__name__}) mixes samples: the loss of a batch "
                 f"is not the {'mean' if self._mean else 'sum'} of the losses of its samples, so no "
-                "sample's gradient can be bounded. (A mean over the tokens that are not ignored "
-                "does this: average over each sample's tokens first.) Make it one loss per sample, "
-                "then take the mean."
+                "sample's gradient can be bounded. Make it one loss per sample, then take the mean "
+                "(of tokens that are not ignored too: over each sample's first)."
             )
         self.passed |= True in verdicts
 
@@ -167,9 +167,6 @@ def _first(tensors: list[Tensor], entries: int, value: int) -> int | None:
     return next((int(rows[0]) for rows in found if len(rows)), None)
 
 
-# -- a loss that the loop computes by itself -----------------------------------------------------
-
-
 class Output(Tensor):
     """What is computed of the model's outputs, as long as it needs a gradient."""
 
@@ -224,10 +221,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def mixes(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
-    """Whether the gradient at some samples' outputs depends on the outputs of others.
-
-    Seen by differentiating twice; where that is impossible, nothing is seen.
-    """
+    """Whether gradients at some samples' outputs depend on others; by differentiating twice."""
     outputs = [x for x in outputs if x.dim() and len(x) and len(x) % samples == 0]
     if samples < 2 or not outputs:
         return False

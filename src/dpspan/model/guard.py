@@ -21,6 +21,7 @@ from dpspan.model.isolation import NotComparable, Stage, Versions, differing, ve
 from dpspan.model.validation import refuse_wrapped_call
 from dpspan.support.distributed import is_sharded
 from dpspan.support.errors import CaptureError
+from dpspan.support.left_as_found import meanwhile
 from dpspan.support.randomness import fresh_seed
 from dpspan.support.sharded import local
 
@@ -87,15 +88,12 @@ class Guard:
             hook = Hook(self._look_at_criterion)
             self._hooks.append(criterion.register_forward_hook(hook, with_kwargs=True))
 
-    # -- the life of a batch --------------------------------------------------------------------
-
     def expect(
         self, samples: int, *, rows: int | None = None, most: int = 0, new_epoch: bool
     ) -> None:
         """A batch of so many samples, filled up to `rows` with stand-ins that come last.
 
-        To run a sharded model takes all processes: they look at the samples of the first, of which
-        there are `most`.
+        A sharded model needs all processes: for the first one's samples, `most` of them.
         """
         self._check_weights()
         if new_epoch:
@@ -186,8 +184,6 @@ class Guard:
         for hook in self._hooks:
             hook.remove()
 
-    # -- samples --------------------------------------------------------------------------------
-
     def _look_at_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Probe the model; notice inputs of varying length."""
         refuse_wrapped_call(module)
@@ -228,13 +224,11 @@ class Guard:
 
     def _probe(self, stage: Stage, *, thorough: bool) -> None:
         harmless: set[str] | None = set()
-        self._probing = True
         try:
-            harmless = isolation.probe(stage, thorough=thorough)
+            with meanwhile(self, _probing=True):
+                harmless = isolation.probe(stage, thorough=thorough)
         except NotComparable as error:
             self._warn(f"the model could not be checked to keep samples apart: {error}")
-        finally:
-            self._probing = False
         if harmless is not None:
             self._harmless |= harmless
             self._probed_modes.add(self._module.training)
@@ -311,8 +305,6 @@ class Guard:
                     "gives it, or leave unit= out."
                 )
             self._places_known |= True in in_place
-
-    # -- state ----------------------------------------------------------------------------------
 
     def _changed_since(self, before: _Snapshot) -> list[str]:
         changed = differing(before.versions, self._versions())
@@ -391,8 +383,7 @@ class Guard:
     def _fingerprints(self, *, constant: bool = False) -> Contents:
         """Two numbers a tensor: they see changes through `.data`, which leave the version as it is.
 
-        Of all that would be saved, too: a module may add to its state_dict what is neither weight
-        nor buffer. `constant` leaves out what is trained.
+        Of all in state_dict, to which modules may add. `constant` leaves out what is trained.
         """
         saved = {n: x for n, x in self._module.state_dict().items() if isinstance(x, Tensor)}
         tensors = {**saved, **self._tensors()}
@@ -421,16 +412,14 @@ class _OfACopy(Hook):
             raise CaptureError(
                 "A copy of the private model was called, ready for training, while a private batch "
                 "is at hand: its gradients would have no clip and no noise. Train the model that "
-                "make_private returned; call copies under torch.no_grad(), or freeze them with "
-                "requires_grad_(False)."
+                "make_private returned; call copies under torch.no_grad(), or freeze them."
             )
 
 
 def stand_ins_come_last(rows: Tensor, live: int) -> bool | None:
     """Whether the rows behind the first `live` are still the copies of the first that they were.
 
-    None if it cannot be seen: augmented at random they are copies no more. False if the copies are
-    somewhere else.
+    None if that cannot be seen, as when augmented at random; False if copies are elsewhere.
     """
     flat = rows.detach().flatten(1).nan_to_num()
     *_, group, counts = torch.unique(flat, dim=0, return_inverse=True, return_counts=True)

@@ -8,22 +8,22 @@ What is compared never leaves this module except as an error or a warning to the
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dpspan.gradients.capture import Capture
+from dpspan.gradients.layout import Call, replaced
 from dpspan.gradients.numerics import Arithmetic, plain_arithmetic
 from dpspan.gradients.operator import PerSampleGradients
 from dpspan.support.errors import UnsupportedModule
 from dpspan.support.left_as_found import Mode, left_as_found, plain_tensors
 from dpspan.support.randomness import RandomState, fresh_seed, shuffled
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 Versions = dict[str, tuple[Tensor, int]]
 
 # Comparisons of a new model and of one that has passed; one more if they are left to chance.
@@ -73,14 +73,7 @@ class Rehearsal:
         def pick(x: Tensor) -> Tensor:
             return x.detach()[rows.to(x.device)].requires_grad_(x.requires_grad)
 
-        return self.replaced(pick)
-
-    def replaced(self, new: Callable[[Tensor], Tensor]) -> Call:
-        """The call with every tensor that has the samples in front replaced."""
-        call: Call = tree_map_with_path(
-            lambda path, leaf: new(leaf) if keystr(path) in self.paths else leaf, self.call
-        )
-        return call
+        return replaced(self.call, self.paths, pick)
 
     def splits(
         self, loss: Callable[[Tensor], Tensor | None], order: Tensor, cut: int, *, mean: bool
@@ -124,9 +117,6 @@ class Stage(Rehearsal):
         batch, _ = call_paths(self.call, self.rows)
         return {path for path in self.paths if batch[path].shape == (self.rows, self.rows)}
 
-    def without(self, paths: set[str]) -> Self:
-        return replace(self, paths=self.paths - paths)
-
     def draws(self) -> bool:
         """Whether the model draws random numbers."""
         with left_as_found(self.model, self.seed()), torch.no_grad():
@@ -152,7 +142,7 @@ class Stage(Rehearsal):
         if not changed:
             return set()
         # Exchanged samples might leave a maximum as it is; a blank batch would not.
-        blank = self._buffers_after(self.replaced(torch.zeros_like))
+        blank = self._buffers_after(replaced(self.call, self.paths, torch.zeros_like))
         return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
 
     def check_scale(self) -> None:
@@ -272,7 +262,7 @@ def _compare_companies(stage: Stage, *, wide: bool) -> bool:
         raise NotComparable("it draws random numbers that a seed does not control")
     square = stage.squares()
     if square and _shared_by_all(stage, square):
-        return _compare_companies(stage.without(square), wide=wide)
+        return _compare_companies(replace(stage, paths=stage.paths - square), wide=wide)
     culprit = stage.culprit(kept, first, second, seed)
     hint = (
         f" An input of shape ({stage.rows}, {stage.rows}) counts as a batch here: if it is a mask "
@@ -319,7 +309,8 @@ def _shared_by_all(stage: Stage, square: set[str]) -> bool:
     """
     if len(stage.paths) <= len(square):
         return False
-    sharing, seed, places = stage.without(square), stage.seed(), stage.everybody
+    sharing = replace(stage, paths=stage.paths - square)
+    seed, places = stage.seed(), stage.everybody
     norms, moved = (sharing.norms(x, seed, mode="evaluation") for x in (places, places.roll(1)))
     return not differ(norms.roll(1, 0), moved) and differ(norms, norms.roll(1, 0))
 
@@ -335,8 +326,7 @@ def _check_memory(stage: Stage) -> None:
         raise NotComparable("it draws random numbers that a seed does not control")
     raise UnsupportedModule(
         f"{stage.remembers(seed)} keeps something of a batch, and the gradients of later batches "
-        "depend on it: it carries private data from step to step without noise. Remove it, or keep "
-        "it as it is while the model trains."
+        "depend on it: it carries private data from step to step without noise. Remove or fix it."
     )
 
 

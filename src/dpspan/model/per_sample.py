@@ -29,9 +29,8 @@ def per_sample_gradients(
     processes must ask for the same batch.
 
     `check` takes half of the samples in other company and compares, which doubles the time: turn
-    it off where the same model and loss have passed before. Without it a model whose layers do not
-    have the batch in front (or that mixes samples) gives wrong rows where another dimension happens
-    to be as long as the batch.
+    it off where the same model and loss have passed before. Without it a model that mixes samples,
+    or layers with another dimension in front that is as long as the batch, give wrong rows.
     """
     tensors = isolation.tensors_of((batch, {}))
     sizes = {len(x) for x in tensors.values()}
@@ -96,10 +95,7 @@ def check_one_each(losses: Any, samples: int, *, of: str = "loss") -> Tensor:
 
 
 class SampleCriterion:
-    """One loss per sample by a copy of the criterion.
-
-    `instead` names the argument that takes a function where the criterion does not serve.
-    """
+    """One loss per sample by a copy of the criterion, or by an argument called `instead`."""
 
     def __init__(self, criterion: nn.Module, *, instead: str) -> None:
         self.name, self._instead = type(criterion).__name__, instead

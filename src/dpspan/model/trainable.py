@@ -113,8 +113,7 @@ class BiasOnly:
         return biases | _below(model, self.also)
 
 
-# They read the weights of layers inside them without a call (the latter when it evaluates): an
-# adapter there would not count.
+# They read weights of layers inside without a call (the latter in evaluation): no adapter counts.
 _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 

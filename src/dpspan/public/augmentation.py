@@ -43,8 +43,7 @@ class RandomAffine:
         if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
             shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
             raise ValueError(
-                "Expected images to augment, floats of shape (n, channels, height, width), got "
-                f"{shape}."
+                f"Expected images to augment, floats (n, channels, height, width), got {shape}."
             )
         most = [math.radians(self.degrees), self.scale, self.shear, 2 * self.shift, 2 * self.shift]
         uniform = 2 * torch.rand(5, len(images), device=images.device, dtype=images.dtype) - 1

@@ -184,8 +184,7 @@ def batches_of(source: Any) -> Iterable[Any]:
     """The batches of anything that samples can be read from."""
     raise TypeError(
         f"Cannot read samples from a {type(source).__name__}: give a map-style torch Dataset, "
-        "a DataLoader (it reads any dataset), a tensor of inputs, (x,), (x, y), or a dict of "
-        "tensors."
+        "a DataLoader (it reads any dataset), a tensor, (x,), (x, y), or a dict of tensors."
     )
 
 

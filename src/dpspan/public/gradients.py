@@ -74,10 +74,7 @@ class RandomLabels:
         check_seed(self.seed)
 
     def source(self, criterion: nn.Module, data: Samples) -> LabelSource:
-        """Labels as the criterion takes them, drawn when the outputs' shape is known.
-
-        ValueError if none are known for this criterion.
-        """
+        """Labels as the criterion takes them, once outputs are known; ValueError if none are."""
         if not isinstance(criterion, (*_CLASSES, *_YES_OR_NO, *_REGRESSION)):
             raise ValueError(
                 f"No random labels are known for {type(criterion).__name__}: pass "
@@ -125,10 +122,7 @@ def labels_of(value: str | Labels) -> Labels:
 
 
 def _check_classes(data: Samples, outputs: Sequence[int], criterion: nn.Module) -> None:
-    """Class labels must be the model's classes: a GPU's own error would end the process.
-
-    `outputs` is the shape of the outputs for one sample.
-    """
+    """Labels must be classes (`outputs`: of one sample): a GPU's own error ends the process."""
     if not isinstance(criterion, _CLASSES) or not outputs:  # no classes; the criterion says so
         return
     classes, ignored = outputs[0], getattr(criterion, "ignore_index", -100)
@@ -157,17 +151,13 @@ def losses_by(
     *,
     instead: str = "public_loss=",
 ) -> PieceLosses:
-    """One loss per sample of the data: by the function if there is one, else by the criterion.
-
-    `instead` names the argument that takes the function.
-    """
+    """One loss per sample: by the function (an argument called `instead`), or the criterion."""
     if loss is not None:
         return lambda model, piece, _: loss(model, *piece.batch)
     if criterion is None:
         raise ValueError(
             "Expected a criterion or a loss for the public samples, got neither: pass criterion= "
-            f"to make_private, or {instead}, a function (model, inputs[, labels]) → one loss per "
-            "sample."
+            f"to make_private, or {instead}, a function (model, inputs[, labels]) → one loss each."
         )
     unreduced = SampleCriterion(criterion, instead=instead)
     source = labels.source(criterion, data)
@@ -208,17 +198,11 @@ class PublicGradientSource:
         self._losses = losses_by(self.criterion, self.loss, self.labels, self.data)
         self.count = min(check_count("samples", self.samples), self.data.count)  # per refresh
         self.fixed = self.count == self.data.count  # the same samples at every refresh
-        if self.piece is not None:
-            check_count("piece", self.piece)
-        check_seed(self.seed)
         on_device = partial(self.data.pieces, self.piece, None)
         self._on_device = lru_cache(maxsize=1)(lambda device: list(on_device(device)))
 
     def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
-        """The gradients for refresh number `refresh`; leaves the model as it was.
-
-        Recorded by `capture` where the model has one already.
-        """
+        """For refresh number `refresh`, by the model's own `capture` if any; leaves it be."""
         with (
             torch.enable_grad(),
             left_as_found(self.model, self._model_seed(refresh)),

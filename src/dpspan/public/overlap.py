@@ -5,6 +5,7 @@ Also of records that a frozen layer has been applied to, by what they were befor
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +46,7 @@ class Encoded(TensorDataset):
 
 
 def encodings(dataset: Any) -> list[Encoded]:
-    """The encoded datasets that this one is, or is a part or a concatenation of.
-
-    Found behind `dataset` and `datasets`, as torch's Subset and ConcatDataset have them.
-    """
+    """The encoded ones in a dataset, also behind torch's Subset and ConcatDataset."""
     if isinstance(dataset, Encoded):
         return [dataset]
     behind = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
@@ -72,8 +70,7 @@ def refuse_overlap(
             if each.raw is None:
                 raise ValueError(
                     f"The private data are encoded, but the public data '{each.name}' are not, or "
-                    "without fingerprints of the originals: use "
-                    "dpspan.encode_public(layer, public)."
+                    "lack the originals' fingerprints: use dpspan.encode_public(layer, public)."
                 )
             refuse_copies(each, (fingerprint for one in encoded for fingerprint in one.raw))
         return
@@ -102,9 +99,8 @@ def refuse_copies(public: PublicData, private: Iterable[bytes], units: int | Non
         raise ValueError(
             f"{len(copied)} of the {public.count} samples of the public data '{public.name}' also "
             f"occur in the private dataset (exact copies, e.g. public sample {copied[0]}){whose}. "
-            "Remove those records from the private data with dpspan.without_public(private, "
-            f"public){ids}, or give other public data. This message depends on private data: do "
-            "not publish it."
+            f"Remove those records with dpspan.without_public(private, public){ids}, or give other "
+            "public data. This message depends on private data: do not publish it."
         )
 
 
@@ -117,13 +113,8 @@ def without_public(
     """The private records that are not copies of public samples (see `refuse_overlap`).
 
     Taken out of the private side, where each record's fate depends on it and on public data alone;
-    removing the copies from the public data would reveal which records are private.
-
-    Args:
-        private: a map-style dataset.
-        public: anything that `PublicData.of` reads.
-        collate_fn: makes a batch of several records.
-        num_workers: processes that read the records, as of a DataLoader.
+    removing the copies from the public data would reveal which records are private. `public` is
+    anything that `PublicData.of` reads; `collate_fn` and `num_workers` are as of a DataLoader.
     """
     check_map_style(private, "The private dataset")
     if encodings(private):
@@ -139,17 +130,16 @@ def without_public(
 
 def _compared(private: DataLoader[Any], sieves: Sequence[Sieve]) -> Iterator[Found]:
     """Every record of the dataset, in order, a few at a time."""
-    compare = _Comparison(sieves, private.collate_fn)
     dataset: Any = private.dataset
     pieces: Iterable[list[Found]]
     if private.num_workers == 0 or in_memory(dataset, private.collate_fn):
         read = in_order(dataset, _COMPARED, private.collate_fn)
-        pieces = ([compare.found(*batch) for batch in piece] for piece in read)
+        pieces = ([_found(sieves, *batch) for batch in piece] for piece in read)
     else:
         pieces = DataLoader(
             dataset,
             batch_size=_COMPARED,
-            collate_fn=compare,
+            collate_fn=partial(_found_by_worker, sieves, private.collate_fn),
             num_workers=private.num_workers,
             worker_init_fn=private.worker_init_fn,
             multiprocessing_context=private.multiprocessing_context,
@@ -161,19 +151,17 @@ def _compared(private: DataLoader[Any], sieves: Sequence[Sieve]) -> Iterator[Fou
         yield from piece
 
 
-class _Comparison:
-    """In place of a collate_fn: what is found goes from worker to main process, not the records."""
+def _found_by_worker(
+    sieves: Sequence[Sieve], collate_fn: Collate, records: list[Any]
+) -> list[Found]:
+    """In place of a collate_fn: what is found goes to the main process, not the records."""
+    return [_found(sieves, *batch) for batch in collated(records, collate_fn)]
 
-    def __init__(self, sieves: Sequence[Sieve], collate_fn: Collate) -> None:
-        self._sieves, self._collate_fn = sieves, collate_fn
 
-    def __call__(self, records: list[Any]) -> list[Found]:
-        return [self.found(*batch) for batch in collated(records, self._collate_fn)]
-
-    def found(self, records: int, batch: Any) -> Found:
-        inputs = inputs_of(batch)
-        parts = [leaf for _, leaf in leaves(inputs)]
-        comparable = parts and all(
-            isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in parts
-        )  # others have a form that public data cannot have
-        return records, [sieve.among(inputs) if comparable else {} for sieve in self._sieves]
+def _found(sieves: Sequence[Sieve], records: int, batch: Any) -> Found:
+    inputs = inputs_of(batch)
+    parts = [leaf for _, leaf in leaves(inputs)]
+    comparable = parts and all(
+        isinstance(leaf, Tensor) and leaf.shape[:1] == (records,) for leaf in parts
+    )  # others have a form that public data cannot have
+    return records, [sieve.among(inputs) if comparable else {} for sieve in sieves]

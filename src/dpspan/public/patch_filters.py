@@ -71,12 +71,7 @@ class SecondLayer(nn.Module):
 
     @classmethod
     def learn(
-        cls,
-        images: Tensor,
-        count: int,
-        flat: Tensor,
-        threshold: float,
-        generator: torch.Generator,
+        cls, images: Tensor, count: int, flat: Tensor, threshold: float, generator: torch.Generator
     ) -> Self:
         """Of images without labels."""
         first = Bank.learn(images, _FIRST_SIZE, _FIRST, flat, generator)

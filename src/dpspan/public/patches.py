@@ -3,8 +3,7 @@
 Private training of few weights on good features often beats that of many from scratch
 (Tramèr and Boneh 2021). Filters are centres of whitened patches (Coates and Ng 2011). Responses to
 them are turned to the principal directions that public images have and nearly whitened there: noise
-is the same in every direction, hence so should be the features. Each image is treated by itself, by
-constants of public data.
+is the same in every direction, so should features be. Images are seen alone, by public constants.
 """
 
 from __future__ import annotations
@@ -221,11 +220,8 @@ def encode(
     a Subset of it, or of several in a ConcatDataset. A wrapper of your own hides them from the
     certificate: declare them by `engine.ledger.declare_public`.
 
-    Args:
-        layer: a `PatchFeatures`, on the device on which to compute. The result is on the CPU.
-        dataset: pairs of an image and a label, not augmented at random.
-        collate_fn: makes a batch of several pairs.
-        progress: show a bar, in a terminal.
+    `dataset` holds pairs of an image and a label, not augmented at random; `collate_fn` makes
+    batches of them. The layer computes on its device, and the result is on the CPU.
     """
     check_map_style(dataset, "The dataset to encode")
     public = layer.public
@@ -262,8 +258,7 @@ def encode_public(layer: PatchFeatures, public: object) -> PublicData:
 def _seen(layer: PatchFeatures, inputs: Tensor) -> Tensor:
     """What the layer makes of them, on the CPU.
 
-    Every batch is padded to the same size: rounding depends on it, and a record's features must
-    not reveal how many records there are.
+    Batches are padded to one size: by rounding features could tell how many records there are.
     """
     filled = torch.cat(
         [inputs, inputs.new_zeros(_ENCODED_AT_ONCE - len(inputs), *inputs.shape[1:])]

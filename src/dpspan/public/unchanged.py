@@ -11,9 +11,8 @@ one is held in memory, and by what the file system says of each file: device, in
 content and inode last changed. A file changed in the last seconds could change again under the same
 times, and is not trusted yet.
 
-A hash of that is kept with the public data, in memory, for as long as they are there, and only if
-no copy was found. No digest of a private record is kept anywhere: by one on a disk, whoever guesses
-a record could tell that it is there.
+A hash of that is kept with the public data, in memory, and only if no copy was found. No digest of
+a private record is kept anywhere: on a disk, it would tell whoever guesses a record that it is one.
 """
 
 import hashlib
@@ -29,28 +28,24 @@ _SETTLED = 2 * 10**9  # ns; the coarsest clock of a common file system
 
 def stamp(private: DataLoader[Any]) -> bytes | None:
     """Differs whenever the records do; None where that cannot be told."""
-    library, dataset = sys.modules.get("datasets"), private.dataset
-    if private.collate_fn is not default_collate or type(dataset) is not getattr(
-        library, "Dataset", None
-    ):
+    library: Any = sys.modules.get("datasets")
+    dataset: Any = private.dataset
+    known = type(dataset) is getattr(library, "Dataset", None)
+    if not known or private.collate_fn is not default_collate:
         return None
     try:
-        return _stamp(library, dataset)
+        blocks = getattr(dataset._data, "blocks", [[dataset._data]])
+        mapped = all(type(x) is library.table.MemoryMappedTable for row in blocks for x in row)
+        decoded = any(dataset.features._column_requires_decoding.values())
+        if not mapped or decoded or dataset.format["type"] == "custom":
+            return None
+        files = [Path(each["filename"]).stat() for each in dataset.cache_files]
+        if max(max(f.st_mtime_ns, f.st_ctime_ns) for f in files) > time.time_ns() - _SETTLED:
+            return None
+        facts = [(f.st_dev, f.st_ino, f.st_size, f.st_mtime_ns, f.st_ctime_ns) for f in files]
+        whole = hashlib.blake2b(repr((dataset._fingerprint, dataset.format, facts)).encode())
+        if dataset._indices is not None:
+            whole.update(dataset._indices.column(0).to_numpy())
     except (AttributeError, OSError):  # another version of the library; a file that is gone
         return None
-
-
-def _stamp(library: Any, dataset: Any) -> bytes | None:
-    blocks = getattr(dataset._data, "blocks", [[dataset._data]])
-    mapped = all(type(x) is library.table.MemoryMappedTable for row in blocks for x in row)
-    decoded = any(dataset.features._column_requires_decoding.values())
-    if not mapped or decoded or dataset.format["type"] == "custom":
-        return None
-    files = [Path(each["filename"]).stat() for each in dataset.cache_files]
-    if max(max(f.st_mtime_ns, f.st_ctime_ns) for f in files) > time.time_ns() - _SETTLED:
-        return None
-    facts = [(f.st_dev, f.st_ino, f.st_size, f.st_mtime_ns, f.st_ctime_ns) for f in files]
-    whole = hashlib.blake2b(repr((dataset._fingerprint, dataset.format, facts)).encode())
-    if dataset._indices is not None:
-        whole.update(dataset._indices.column(0).to_numpy())
     return whole.digest()

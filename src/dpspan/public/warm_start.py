@@ -221,8 +221,7 @@ class _Trainer:
                 loss.backward()
                 finite.append(loss.detach().isfinite())
             self._optimizer.step()
-        # Asked once an epoch, since the answer waits for the device. The weights too: a finite
-        # loss can have a gradient that is not.
+        # Once an epoch, as it waits for the device. Weights too: gradients may not be finite.
         finite += [p.detach().isfinite().all() for p in self._parameters]
         if not all(map(bool, finite)):
             raise ValueError(_DIVERGED)
@@ -237,8 +236,7 @@ class _Trainer:
                 raise ValueError(_DIVERGED)
             raise ValueError(
                 "The loss on the public data is not finite even before the warm start. Look for "
-                "NaN and infinity in the weights of the model, and for inputs of a scale that it "
-                "cannot take."
+                "NaN and infinity in the model's weights, and for inputs of too large a scale."
             )
         return mean
 

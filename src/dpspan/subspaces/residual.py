@@ -22,8 +22,7 @@ from torch import Tensor
 
 from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
-from dpspan.gradients.layers.pairs import line_blocks
-from dpspan.gradients.layers.terms import Rows, Stack, Term, joined, weighted_sum
+from dpspan.gradients.layers.terms import Rows, Stack, Term, joined, line_blocks, weighted_sum
 from dpspan.gradients.numerics import (
     Arithmetic,
     ieee,
@@ -31,7 +30,7 @@ from dpspan.gradients.numerics import (
     plain_arithmetic,
     squared_norms,
 )
-from dpspan.gradients.operator import Pack, PerSampleGradients, usable_weights
+from dpspan.gradients.operator import Names, Pack, PerSampleGradients, one_by_one, usable_weights
 
 _FLOAT64 = Arithmetic(2.0**-53, 0.0)
 _LEAST = 2.0**-53  # no error below is smaller than this share of a length
@@ -42,8 +41,6 @@ _KEPT_BYTES, _KEPT_SHARE = 4 * 2**30, 0.25
 # A sum wᵀJ − (wᵀA)H may cancel. What its rounding leaves is relative to ‖w_i g_i‖, so a residual
 # that is not kept counts as no shorter than this share of what was taken off.
 _CANCELLATION = 2.0**-6
-
-Names = tuple[str, ...]  # of the parameters in a pack
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,28 +75,23 @@ class Residual:
         used = usable_weights(scaled)  # a weight that is dropped for J is dropped for H too
         rounded = torch.where(used, scaled, 0.0)
         dropped = None if like.device.type == "cpu" and bool(used.all()) else ~used
-        kept = {name: names for names in self._rows for name in names}
+        kept = {name for names in self._rows for name in names}
         others = [name for name in shapes if name not in kept]
         if others:
             shares = torch.where(used.unsqueeze(1), self.shares, 0.0)
             taken = torch.where(used, weights, 0.0).to(shares) @ shares  # 0 · NaN is not 0
             own = self.gradients.select(others).sums(weights)
             spanned = self.anchors.select(others).sums(taken, finite=True)
-        ready: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            if name not in kept:
+
+        def total(names: Names) -> Tensor:
+            return weighted_sum(self._rows[names], rounded, dropped)
+
+        for name, found in one_by_one(shapes, self._rows, total):
+            if found is None:
                 (mine, whole), (theirs, inside) = next(own), next(spanned)
                 assert name == mine == theirs
-                yield name, whole - inside
-                continue
-            found = ready.pop(name, None)
-            if found is None:
-                names = kept[name]
-                sizes = [shapes[other].numel() for other in names]
-                parts = weighted_sum(self._rows[names], rounded, dropped)[: sum(sizes)].split(sizes)
-                ready |= zip(names, parts, strict=True)
-                found = ready.pop(name)
-            yield name, found.view(shape)
+                found = whole - inside
+            yield name, found
 
     @cached_property
     def _rows(self) -> dict[Names, Tensor]:

@@ -31,10 +31,7 @@ class Solver(Protocol):
     """How the top k eigenvectors of a Gram matrix are found."""
 
     def __call__(self, gram: Tensor, rank: int, *, floor: Floor, previous: Tensor | None) -> Basis:
-        """The basis; eigenvalues of at most `floor` are rounding noise.
-
-        `previous` is C of the last call, of the same shape, if there was one.
-        """
+        """The basis; eigenvalues up to `floor` are rounding, `previous` is the last call's C."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +56,7 @@ class Lanczos:
         """The top eigenvectors; by `Eigh` where Lanczos does not apply (k ≥ m)."""
         if rank >= len(gram) or not bool(gram.any()):
             return Eigh()(gram, rank, floor=floor)
-        # A fixed start: ARPACK's own is random, and signs that differ between processes would
-        # cancel in their sum.
+        # A fixed start: by ARPACK's random one, signs would differ and cancel between processes.
         start = np.random.default_rng(0).standard_normal(len(gram))
         try:
             found, directions = scipy.sparse.linalg.eigsh(
@@ -93,8 +89,7 @@ class PowerIteration:
         scale = gram.diagonal().sum().clamp(min=torch.finfo(gram.dtype).tiny)
         k, shift = gram / scale, floor / scale
         # Rounding may leave K eigenvalues below zero, and then no Cholesky factor. K + floor·I has
-        # the same eigenvectors; a direction's length² comes out as λ/(λ + floor), and is set right
-        # at the end.
+        # the same eigenvectors; a direction's length², λ/(λ + floor), is set right at the end.
         k.diagonal().add_(shift)
         # A direction that was lost starts again from one of the gradients.
         there = previous.any(1, keepdim=True) & previous.isfinite().all(1, keepdim=True)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from dpspan.gradients.capture import Capture
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.numerics import full_precision
-from dpspan.gradients.operator import PerSampleGradients
+from dpspan.gradients.operator import Names, PerSampleGradients
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource
-from dpspan.subspaces.residual import Names, Residual
+from dpspan.subspaces.residual import Residual
 from dpspan.subspaces.solvers import Solver
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, expect
@@ -99,14 +99,10 @@ class PublicSpan:
     def span(
         self, refresh: int, *, products: float, capture: Capture | None = None
     ) -> GroupedSubspace:
-        """The subspace number `refresh`; `capture` is the model's own, where it has one.
-
-        How many products with gradients it will be used for decides how it is best written.
-        """
+        """Subspace number `refresh`, in the form that suits so many `products` with it."""
         with self.processes.together():
             parts = self._parts(self.gradients(refresh, capture))
-        # Directions may come with either sign, and in either order if they are equally long: all
-        # processes must have the same ones.
+        # Signs, and the order of equally long directions, must be the same in all processes.
         self.processes.make_same(part.coefficients for part in parts.values())
         with self.processes.together():  # a GPU tells late, and not all at the same step
             self._check(list(parts.values()))
@@ -134,15 +130,13 @@ class PublicSpan:
         if not facts[0]:
             raise ValueError(
                 "The gradients of the public samples are not finite, so they span no subspace. If "
-                "training has diverged, lower the learning rate; otherwise look for NaN, Inf or "
-                "huge values in the public data."
+                "training diverged, lower the learning rate; if not, look for huge public values."
             )
         rank = int(facts[1])
         if rank == 0:
             raise ValueError(
                 "The gradients of the public samples are all zero, so they span no subspace. Give "
-                "public samples on which the model still has something to learn (random labels "
-                "always do), or use DPSGD."
+                "samples on which the model can still learn (or random labels), or use DPSGD."
             )
         if rank < self.rank and not self._warned:
             self._warned = True
@@ -156,8 +150,7 @@ class PublicSpan:
 class RandomSubspace:
     """A random subspace instead of a public one (RPDP-SGD; GEP's appendix C): no public data.
 
-    The papers' control experiment: random directions hold little of the gradients. `redraw` takes
-    new ones at every refresh of the method.
+    The papers' control: it holds little of the gradients. `redraw`: anew at every refresh.
     """
 
     rank: int

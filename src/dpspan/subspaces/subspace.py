@@ -14,11 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpspan.gradients.layers.pairs import inner, line_blocks
-from dpspan.gradients.layers.terms import Rows, joined
+from dpspan.gradients.layers.terms import Rows, inner, joined, line_blocks
 from dpspan.gradients.numerics import Arithmetic, ieee, plain_arithmetic, product
-from dpspan.gradients.operator import PerSampleGradients
-from dpspan.subspaces.residual import Names, Residual
+from dpspan.gradients.operator import Names, PerSampleGradients
+from dpspan.subspaces.residual import Residual
 from dpspan.subspaces.solvers import Eigh, Solver
 from dpspan.support.checks import check_count, expect
 
@@ -44,8 +43,7 @@ class Subspace:
     ) -> Self:
         """The top `rank` principal directions of the gradients (fewer, if they span fewer).
 
-        `previous` are the coefficients of the step before, on the same samples: an iterative
-        solver starts from them.
+        `previous` are the last step's coefficients, of the same samples, for iterative solvers.
         """
         rank, m = min(check_count("rank", rank), gradients.samples), gradients.samples
         if m == 0:
@@ -148,10 +146,7 @@ class Subspace:
         return energy.clamp(max=1.0)
 
     def drift(self, earlier: Self) -> Tensor:
-        """How far this subspace is from an earlier one: mean of sin² of the principal angles.
-
-        0 for the same subspace, 1 for orthogonal ones.
-        """
+        """Mean of sin² of the principal angles to an earlier one: 0 if equal, 1 if orthogonal."""
         cosines = earlier.coefficients @ earlier.gradients.gram(self.gradients)
         shared = (cosines @ self.coefficients.T).square().sum()
         return (1 - shared / torch.minimum(self.live, earlier.live).clamp(min=1)).clamp(0, 1)

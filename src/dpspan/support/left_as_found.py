@@ -59,6 +59,17 @@ def left_as_found(
                     tensor.data.copy_(content)
 
 
+@contextmanager
+def meanwhile(thing: object, **values: Any) -> Iterator[None]:
+    """The attributes of a thing have these values meanwhile."""
+    before = {name: getattr(thing, name) for name in values}
+    vars(thing).update(values)
+    try:
+        yield
+    finally:
+        vars(thing).update(before)
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """But for a forward pass of its own, which is where gradients are recorded."""
     return {name: value for name, value in vars(module).items() if name != "forward"}

@@ -31,8 +31,7 @@ _FORWARD_METHODS = ("forward", "_conv_forward", "_apply_instance_norm", "_handle
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule of a module that computes what its torch class computes, else None.
 
-    A subclass keeps the rule only if it inherits the forward pass unchanged, and a module only if
-    nobody has given it a forward pass of its own.
+    A subclass keeps it with an unchanged forward pass, and a module without one of its own.
     """
     for kinds, rule in _RULES.items():
         if isinstance(module, kinds):
@@ -43,10 +42,7 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def own_parameters(module: nn.Module) -> Iterator[str]:
-    """Names of a module's own parameters; lists and dicts of them belong to who holds them.
-
-    So do the parameters from which a parametrization computes a weight.
-    """
+    """Names of a module's parameters, with those of lists, dicts and parametrizations it holds."""
     yield from module._parameters
     for name, child in module.named_children():
         holds = isinstance(child, nn.ParameterList | nn.ParameterDict)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -151,9 +150,6 @@ class Patches(Factored):
         samples = groups.samples(self.samples)
         numbers = math.ceil(self.samples / max(1, samples)) * self.weight.numel()
         return Rows(by_blocks(rows, samples, numbers, self.x))
-
-    def double(self) -> Self:
-        return replace(self, x=self.x.double(), b=self.b.double())
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if self.groups > 1:  # carriers would mix what the groups keep apart

@@ -33,9 +33,6 @@ class Lookup(Factored):
         b = self.b.masked_fill(~inside.unsqueeze(2), 0.0)  # not b·0, which NaN would survive
         return Lookup(index, b, stop - start).rows(0, self.samples)
 
-    def double(self) -> Self:
-        return replace(self, b=self.b.double())
-
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Σ_ts [index_t = index_s]⟨b_t, b_s⟩, or by rows when the sequence is the longer side."""
         steps, width = self.b.shape[1:]

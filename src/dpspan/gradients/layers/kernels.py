@@ -15,16 +15,7 @@ _SUM_COLUMNS, _SUM_ROWS = 128, 32
 
 
 @triton.jit
-def _weighted_sum(
-    rows,
-    weights,
-    out,
-    n,
-    width,
-    stride,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _weighted_sum(rows, weights, out, n, width, stride, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for start in range(0, n, ROWS):

@@ -1,7 +1,7 @@
 """nn.Linear with any leading dimensions, and the outer-product term other layers share."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -42,9 +42,6 @@ class Outer(Factored):
 
     def lines(self, start: int, stop: int, width: int) -> Tensor:
         return Outer(self.a, self.b[:, :, start:stop]).rows(0, self.samples)
-
-    def double(self) -> Self:
-        return replace(self, a=self.a.double(), b=self.b.double())
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         return ghost_norms([self], arithmetic)[0]
@@ -90,10 +87,7 @@ class Outer(Factored):
 
 
 def ghost_norms(terms: Sequence[Outer], arithmetic: Arithmetic) -> list[SquaredNorms]:
-    """Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩ of each term, which for T = 1 is ‖a‖²‖b‖².
-
-    All of them at once: what is done with numbers per sample is done for all layers together.
-    """
+    """Σ_ts ⟨a_t, a_s⟩⟨b_t, b_s⟩ of each term (‖a‖²‖b‖² for T = 1), for all layers together."""
     single = [term for term in terms if term.depth == 1]
     several = [term for term in terms if term.depth != 1]
     found = {}

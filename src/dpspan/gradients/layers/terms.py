@@ -17,13 +17,25 @@ import torch
 from torch import Tensor
 
 from dpspan.gradients.layers.groups import Groups
-from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
+from dpspan.gradients.numerics import (
+    Arithmetic,
+    SquaredNorms,
+    full_precision,
+    product,
+    square_product,
+    squared_norms,
+)
 
 # Working memory of one block of samples. On a CPU larger temporaries cost more than they save: they
 # leave the cache, and the system maps and zeroes them anew at every step. A GPU wants few large
 # launches, and its allocator keeps what it has.
 _CPU_WORKSPACE_BYTES = 4 * 2**20
 _GPU_WORKSPACE_BYTES = 1024 * 2**20
+
+# The same for blocks of lines: beyond it a CPU pays more for fresh memory than products gain.
+_CPU_LINES_BYTES = 16 * 2**20
+_GPU_LINES_BYTES = 4096 * 2**20
+_ALIGNED = 64  # lines
 
 COST_OF_FLOAT64 = 2  # of a product, in products of float32
 
@@ -51,17 +63,13 @@ class Term(ABC):
 
     @abstractmethod
     def lines(self, start: int, stop: int, width: int) -> Tensor:
-        """All samples' rows, but only lines start … stop − 1 of the parameter.
-
-        A line is what one index of the first axis holds, `width` numbers.
-        """
+        """Lines start … stop − 1 of all rows, `width` numbers each: indices of the first axis."""
 
     def squared_norms(self, arithmetic: Arithmetic) -> SquaredNorms:
         """Squared row norms by the cheaper of instantiating and the kernel form.
 
-        Here from rows, a block of samples at a time, each block dropped after use. `combine` sums
-        products of the factors, not these rows, so the bound adds what rounding the rows can have
-        hidden.
+        Here from rows, a block of samples at a time. `combine` sums products of the factors, not
+        these rows, so the bound adds what rounding the rows can have hidden.
         """
         empty = self.rows(0, 0)
         value = by_blocks(
@@ -76,16 +84,10 @@ class Term(ABC):
 
     @abstractmethod
     def combine(self, weights: Tensor, dropped: Tensor | None) -> Tensor:
-        """Weighted sum of the rows, (d,), in which `dropped` samples are blanked.
-
-        A dropped sample has weight zero, but 0 · NaN is not 0. None: all samples are kept.
-        """
+        """Weighted sum of the rows, (d,); `dropped` ones are blanked, as 0 · NaN is not 0."""
 
     def kernel(self, other: Term) -> Tensor | None:
-        """Inner products with the rows of `other` from the factors alone, (n, m) float64.
-
-        None where the two are of different kinds, or where rows are cheaper.
-        """
+        """Inner products by factors, (n, m) float64; None if kinds differ or rows are cheaper."""
         if isinstance(other, Stack):
             return _all([self.kernel(part) for part in other.parts], dim=1)
         return self._kernel(other) if isinstance(other, type(self)) else None
@@ -103,13 +105,15 @@ class Term(ABC):
             parts.append((g @ right.T, left.T @ g))
         return joined_pairs(parts)
 
-    @abstractmethod
     def scaled(self, factor: float) -> Term:
         """Every row times a factor."""
+        return _with_rows(self, lambda x: x * factor)
 
-    @abstractmethod
-    def double(self) -> Term:
+    def double(self) -> Self:
         """The same in float64, where a difference of two norms still means something."""
+        tensors = {n: x for n, x in vars(self).items() if isinstance(x, Tensor)}
+        floats = {n: x.double() for n, x in tensors.items() if x.is_floating_point()}
+        return replace(self, **floats)  # type: ignore[type-var]
 
     def compact(self) -> Term:
         """The form in which it is kept until the step: its rows, where that pays."""
@@ -200,9 +204,6 @@ class Factored(Term):
     def depth(self) -> int:
         return self.b.shape[1]
 
-    def scaled(self, factor: float) -> Self:
-        return replace(self, b=self.b * factor)  # type: ignore[type-var]
-
 
 @dataclass(frozen=True)
 class Rows(Term):
@@ -240,12 +241,6 @@ class Rows(Term):
     def merged(self, groups: Groups) -> Rows:
         return Rows(groups.added_up(full_precision(self.values)))
 
-    def scaled(self, factor: float) -> Rows:
-        return Rows(self.values * factor)
-
-    def double(self) -> Rows:
-        return Rows(self.values.double())
-
 
 @dataclass(frozen=True)
 class _Several(Term):
@@ -256,7 +251,7 @@ class _Several(Term):
     def merged(self, groups: Groups) -> Self:
         return type(self)([part.merged(groups) for part in self.parts])
 
-    def scaled(self, factor: float) -> Self:
+    def scaled(self, factor: float) -> Term:
         return type(self)([part.scaled(factor) for part in self.parts])
 
     def double(self) -> Self:
@@ -355,3 +350,40 @@ def compact(term: Term, row_size: int, stored: int) -> Term:
     inequality: what is smaller is also faster.
     """
     return Rows(term.rows_to_keep(0, term.samples)) if row_size <= stored else term
+
+
+def inner(term: Term, other: Term, shape: torch.Size) -> Tensor:
+    """Inner products of the rows of two terms, (n, m) float64."""
+    by_kernel = term.kernel(other)
+    if by_kernel is not None:
+        return by_kernel
+    total: Tensor | None = None
+    for left, right in line_blocks(term, other, shape):
+        block = square_product(left) if term is other else product(left, right.T)
+        total = block.double() if total is None else total.add_(block.double())
+    assert total is not None
+    return total
+
+
+def line_blocks(term: Term, other: Term, shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of both terms of a parameter, a block of lines at a time.
+
+    For all samples at once: every product is then one large one, and no row is computed twice.
+    """
+    empty = term.rows(0, 0)
+    lines = shape[0] if shape else 1
+    samples = term.samples + (0 if term is other else other.samples)
+    width = shape.numel() // max(1, lines)
+    line_bytes = max(1, samples * width * empty.element_size())
+    workspace = _CPU_LINES_BYTES if empty.device.type == "cpu" else _GPU_LINES_BYTES
+    size = max(1, workspace // line_bytes)
+    if size > _ALIGNED:  # blocks that begin on a round address: GPUs multiply others more slowly
+        size -= size % _ALIGNED
+    if size >= lines:  # rows that are kept as they are need no copy
+        left = term.rows(0, term.samples)
+        yield left, left if term is other else other.rows(0, other.samples)
+        return
+    for start in range(0, lines, size):
+        stop = min(start + size, lines)
+        left = term.lines(start, stop, width)
+        yield left, left if term is other else other.lines(start, stop, width)
