@@ -21,13 +21,12 @@ from dpspan.accounting.certificate import certificate
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
-from dpspan.convex.cuts import Cuts, cut_points
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
 from dpspan.convex.rows import Array, Rows, no_echo
-from dpspan.convex.scaling import Preparation, Scaling, scaling_of
+from dpspan.convex.scaling import Cuts, Preparation, Scaling, cut_points, scaling_of
 from dpspan.convex.transformers import PrivateScaler, fitted_before
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
