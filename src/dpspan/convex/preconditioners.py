@@ -194,13 +194,12 @@ class ReleasedSecondMoment(Released):
 class FromNoisyGradients:
     """(Σ_s u_s u_sᵀ)^{1/2} of what was released anyway: no privacy spent.
 
-    `debias` takes out what noise adds on average, Σσ_s² in every direction; eigenvalues of the
-    sum are then raised to at least `floor` times that. `diagonal` keeps one number a coordinate,
-    not a full matrix; by default beyond 1,000 dimensions, if they stay the same at every step.
+    What noise adds on average, Σσ_s² in every direction, is taken out; eigenvalues of the sum are
+    then raised to at least `floor` times that. `diagonal` keeps one number a coordinate, not a full
+    matrix; by default beyond 1,000 dimensions, if they stay the same at every step.
     """
 
     diagonal: bool | None = None
-    debias: bool = True
     floor: float = 3.0
     share: ClassVar[float] = 0.0  # of a step's noise
 
@@ -224,9 +223,7 @@ class FromNoisyGradients:
             both = [u**2, noise] if diagonal else [np.outer(u, u), np.diag(noise)]
             total, bias = sums.add(np.stack(both), step.subspace)
             floor = self.floor * float((bias if diagonal else np.diag(bias)).mean())
-            values, vectors = total - bias if self.debias else total, None
-            if not diagonal:
-                values, vectors = np.linalg.eigh(values)
+            values, vectors = (total - bias, None) if diagonal else np.linalg.eigh(total - bias)
             return Metric(np.sqrt(np.maximum(values, floor)), vectors)
 
         return update
