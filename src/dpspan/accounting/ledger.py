@@ -85,10 +85,9 @@ class Ledger:
         ledger = cls()
         try:
             ledger._parse(state)
-        except KeyError as error:
-            raise ValueError(f"Cannot load the ledger state: {error} is missing.") from error
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"Cannot load the ledger state: {error}") from error
+        except (KeyError, ValueError, TypeError) as error:
+            what = f"{error} is missing." if isinstance(error, KeyError) else error
+            raise ValueError(f"Cannot load the ledger state: {what}") from error
         return ledger
 
     @property
@@ -153,8 +152,7 @@ class Ledger:
 
     def reserve(self, event: DpEvent, count: int) -> None:
         """Check once that `count` more of `event` fit the budget; charges then cost nothing."""
-        event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count)
+        self._check_affordable(self._own(event), check_count("count", count))
 
     def spending(self, delta: float | None = None) -> Spending:
         """ε at `delta` (the budget's, if there is one) and the accountant it comes from."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import brentq
 from scipy.special import expit, ndtr, ndtri
 
@@ -177,17 +178,8 @@ def _weights(n: int, epsilon: float, tail: float) -> Array:
 
 
 def epsilon_of_shift(shift: float, delta: float) -> float:
-    """ε at δ of the Gaussian mechanism that N(0, 1) and N(μ, 1) are; by Balle and Wang (2018)."""
-
-    def too_small(epsilon: float) -> bool:
-        left = ndtr(shift / 2 - epsilon / shift)
-        return bool(left - math.exp(epsilon) * ndtr(-shift / 2 - epsilon / shift) > delta)
-
-    if shift <= 0:
-        return 0.0
-    if delta == 0:
-        return math.inf
-    return _last(too_small, 0.0, min(shift**2 / 2 + 38 * shift, 700.0))
+    """ε at δ of the Gaussian mechanism that N(0, 1) and N(μ, 1) are."""
+    return float(get_epsilon_gaussian(1 / shift, delta)) if shift > 0 else 0.0
 
 
 def _shift_bound(right: Array, tail: float) -> float:

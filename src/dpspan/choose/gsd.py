@@ -81,11 +81,10 @@ def subspace_distance(first: Subspace, second: Subspace) -> float:
         terms = [basis.gradients.term(name) for basis in (first, second)]
         rows = torch.cat([term.rows(0, k) for term in terms]).double()
         gram += rows @ rows.T
-    lower, _ = torch.linalg.cholesky_ex(gram[:k, :k])
-    other, _ = torch.linalg.cholesky_ex(gram[k:, k:])
-    half: Tensor = torch.linalg.solve_triangular(lower, gram[:k, k:], upper=False)
-    cosines: Tensor = torch.linalg.solve_triangular(other, half.T, upper=False)
-    return float((1 - cosines.square().sum() / k).clamp(0, 1).sqrt())
+    # Σ cos²θ is the trace of A⁻¹ C B⁻¹ Cᵀ, of the blocks [[A, C], [Cᵀ, B]].
+    across: Tensor = torch.linalg.solve(gram[:k, :k], gram[:k, k:])
+    back: Tensor = torch.linalg.solve(gram[k:, k:], gram[k:, :k])
+    return float((1 - (across * back.T).sum() / k).clamp(0, 1).sqrt())
 
 
 @dataclass(frozen=True, kw_only=True)

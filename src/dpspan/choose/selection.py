@@ -173,19 +173,16 @@ def resolution(
     *,
     mechanism: str = "permute-and-flip",
     sample_rate: float = 1.0,
-    success: float = _SUCCESS,
 ) -> float:
     """By how much the best candidate must lead in mean captured energy to be found.
 
-    Found with probability `success` or more, whatever the data: above 1 it is out of reach. From
-    public knowledge only. `candidates` counts "no public data" too.
+    Found with a probability of 95 %, whatever the data: above 1 it is out of reach. From public
+    knowledge only. `candidates` counts "no public data" too.
     """
     records = check_count("records", records)
     candidates = check_count("candidates", candidates, least=2)
     epsilon, sample_rate = _checked(epsilon, sample_rate, mechanism)
-    lowest = 1 / candidates
-    expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
-    spread = 0.0
+    spread, success = 0.0, _SUCCESS
     if sample_rate < 1:
         # Half of the failures may come from the sample: by Bernstein's inequality, for differences
         # between −1 and 1, a lead in the sample is this much smaller at the worst.
@@ -217,7 +214,7 @@ def _note(
     mechanism: str,
     sample_rate: float,
     records: int | None,
-    what: str = "record",
+    what: str,
 ) -> str:
     if records is None:
         return (
