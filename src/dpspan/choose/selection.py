@@ -33,7 +33,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
@@ -291,16 +291,16 @@ def sampled_batches(
     count = len(dataset if units is None else units)
     draw = PoissonDraw(records=count, sample_rate=sample_rate, steps_per_epoch=1)
     (drawn,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
-    chosen = drawn.tolist()
+    chosen: list[tuple[int, int | None]] = [(record, None) for record in drawn.tolist()]
     if units is not None:
         secret = secrets.randbits(128)
-        chosen = [record for unit in chosen for record in units.drawn(unit, [secret])]
+        chosen = [(x, unit) for unit in drawn.tolist() for x in units.drawn(unit, [secret])]
     if not chosen:
         return
     with fresh_randomness():  # the seeds of workers come from here
         batches = iter(
             DataLoader(
-                _Single(dataset, chosen, None if units is None else units.owners[chosen]),
+                _Single(dataset, chosen),
                 batch_size=piece,
                 collate_fn=partial(_collated, loader.collate_fn),
                 num_workers=loader.num_workers,
@@ -326,21 +326,21 @@ def sampled_batches(
     yield from waiting.values()
 
 
-class _Single(Subset[Any]):
-    """Some of the records, each asked for alone: a dataset may read several at once its own way.
+class _Single(Dataset[Any]):
+    """Some of the records, each with its unit (or None) and asked for alone.
 
-    With each comes the number of its unit, if there are units.
+    A dataset may read several at once in a way of its own.
     """
 
-    __getitems__ = None  # type: ignore[assignment]
+    def __init__(self, dataset: Dataset[Any], chosen: list[tuple[int, int | None]]) -> None:
+        self._dataset, self._chosen = dataset, chosen
 
-    def __init__(self, dataset: Dataset[Any], chosen: list[int], owners: Any) -> None:
-        super().__init__(dataset, chosen)
-        self._owners = owners
+    def __len__(self) -> int:
+        return len(self._chosen)
 
     def __getitem__(self, place: int) -> Any:
-        record = self.dataset[self.indices[place]]
-        return record, None if self._owners is None else self._owners[place]
+        record, owner = self._chosen[place]
+        return self._dataset[record], owner
 
 
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[Any, Any]:

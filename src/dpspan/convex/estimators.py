@@ -38,7 +38,6 @@ _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "
     "by classes=[...] if it is not."
 )
-STARTS = ("zero", "public")
 LOSSES: Mapping[str, Loss] = {"squared": Squared(), "huber": Huber()}
 
 
@@ -182,7 +181,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         """What sums are divided by; with it all that is not checked elsewhere."""
         expect(0 < check_number("epsilon", self.epsilon) < np.inf, "0 < epsilon", self.epsilon)
         check_promised_delta("delta", self.delta)
-        expect(self.start in STARTS, f"start to be one of {list(STARTS)}", self.start)
+        starts = ["zero", "public"]
+        expect(self.start in starts, f"start to be one of {starts}", self.start)
         if self.row_norm is not None:
             expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
         return count if self.records is None else check_count("records", self.records)

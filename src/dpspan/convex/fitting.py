@@ -42,23 +42,21 @@ class ConstantClip:
 
 @dataclass(frozen=True, kw_only=True)
 class Envelope:
-    """C_t = start·t^(−decay), never below `end`: the paper's envelope of falling gradients.
+    """C_t = start·t^(−decay): the paper's envelope of falling gradients.
 
-    All three are public constants. With noise in proportion, every step costs the same.
+    Both are public constants. With noise in proportion, every step costs the same.
     """
 
     start: float
     decay: float = 0.25
-    end: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive("start", self.start)
         expect(check_number("decay", self.decay) >= 0, "decay >= 0", self.decay)
-        expect(check_number("end", self.end) >= 0, "end >= 0", self.end)
 
     def at(self, step: int) -> float:
         """C_t, for t = 1, 2, …"""
-        return max(float(self.start * step**-self.decay), self.end)
+        return float(self.start * step**-self.decay)
 
 
 ClipSchedule: TypeAlias = ConstantClip | Envelope

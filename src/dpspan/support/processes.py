@@ -8,10 +8,16 @@ import os
 import sys
 
 
+def told_of_others() -> bool:
+    """Whether there are others, by what torchrun puts into the environment."""
+    told = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
+    size, rank = (int(number) if number.isdecimal() else 0 for number in told)
+    return size > 1 or rank > 0
+
+
 def refuse_several_processes() -> None:
     """RuntimeError in a process that is one of several, by torch.distributed or by torchrun."""
-    size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    several = (size.isdecimal() and int(size) > 1) or (rank.isdecimal() and int(rank) > 0)
+    several = told_of_others()
     distributed = sys.modules.get("torch.distributed")  # a fit of a table needs no torch
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         several = several or distributed.get_world_size() > 1
