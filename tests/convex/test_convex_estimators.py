@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
+from experiments.second_moment import ReleasedSecondMoment
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_digits, make_classification, make_regression
@@ -35,7 +36,6 @@ from dpspan.convex import (
     PublicRows,
     PublicScaling,
     Released,
-    ReleasedSecondMoment,
     WholeSpace,
 )
 from dpspan.convex.fitting import GaussianNoise

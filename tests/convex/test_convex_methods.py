@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
+from experiments.second_moment import ReleasedSecondMoment
 
 from dpspan import Budget, BudgetExceeded, Ledger
 from dpspan.convex import (
@@ -21,7 +22,6 @@ from dpspan.convex import (
     PublicFeatures,
     PublicGradients,
     Released,
-    ReleasedSecondMoment,
 )
 from dpspan.convex.estimators import configuration
 from dpspan.convex.fitting import (

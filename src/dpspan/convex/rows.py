@@ -79,10 +79,6 @@ class Rows:
             usable = np.isfinite(norms) & (factors >= _TINY)
             return np.where(usable[:, None], derivatives * factors[:, None], 0.0)
 
-    def added_up(self, x: Array) -> Array:
-        """(n, …) to (units, …); as it is where every record is alone."""
-        return x if self.units is None else np.asarray(self._sums @ x)
-
     def _unit_norms(self, derivatives: Array, norms: Array) -> Array:
         """At least ‖Σ_i D_i ⊗ x̄_i‖ of each unit: as computed, or the sum of norms if that is less.
 
