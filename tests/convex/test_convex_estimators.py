@@ -548,14 +548,6 @@ def test_a_shared_ledger_stays_in_one_process() -> None:
         cross_val_score(model, x, y, cv=3, n_jobs=2, params={"ledger": ledger})
 
 
-def test_progress_is_shown_on_request(capsys) -> None:
-    x, y = table(100)
-    PrivateLogisticRegression(**QUICK).fit(x, y)
-    assert capsys.readouterr().out == ""
-    PrivateLogisticRegression(verbose=1, **QUICK).fit(x, y)
-    assert "private steps" in capsys.readouterr().out
-
-
 # -- units ----------------------------------------------------------------------------------------
 
 

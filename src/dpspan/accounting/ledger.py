@@ -113,7 +113,6 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """How many events have been charged."""
         return sum(count for _, count in self._events)
 
     @property
@@ -137,7 +136,6 @@ class Ledger:
 
     @property
     def public(self) -> tuple[PublicRecord, ...]:
-        """What was declared public."""
         return tuple(self._public)
 
     def charge(self, event: DpEvent, count: int = 1) -> None:
@@ -180,7 +178,6 @@ class Ledger:
             return math.inf
 
     def warn(self, *messages: str) -> None:
-        """Remember warnings for the certificate."""
         self._warnings |= dict.fromkeys(messages)
 
     def invalidate(self, reason: str) -> None:
@@ -205,7 +202,6 @@ class Ledger:
         raise TypeError(_COPIED)
 
     def state_dict(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
         return {
             "version": _STATE_VERSION,
             "saved_by": self.mark,

@@ -3,13 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
 from numpy.typing import ArrayLike, NDArray
-from rich.progress import track
 from scipy import special
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_regressor
 from sklearn.utils import check_array, check_random_state
@@ -70,7 +69,6 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     noise_multiplier: float | None = None
     random_state: Any = None
     secure_mode: bool = False
-    verbose: int = 0
 
     def fit(
         self,
@@ -128,7 +126,6 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             ledger=ledger,
             noise=GaussianNoise(self._seed(), secure=self.secure_mode),
             start=public_start(known) if self.start == "public" else zero,
-            watch=partial(track, description="private steps") if self.verbose else iter,
         )
         ledger.reserve(GaussianDpEvent(z), method.steps)
         self._declare(ledger, divisor, task, public)
@@ -353,7 +350,6 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
         return np.exp(self.predict_log_proba(X))
 
     def predict_log_proba(self, X: Any) -> Array:
-        """Their logarithms."""
         margins = self._margins(X)
         if len(self.classes_) == 2:
             margins = np.hstack([np.zeros_like(margins), margins])

@@ -9,7 +9,6 @@ noise multipliers z_b and z_B, 1/z² = 1/z_b² + 1/z_B², is one Gaussian mechan
 z. Every step uses every record, so nothing is sampled and nothing amplified.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
@@ -36,7 +35,6 @@ class ConstantClip:
         check_positive("clip", self.clip)
 
     def at(self, step: int) -> float:
-        """C_t."""
         return self.clip
 
 
@@ -55,7 +53,6 @@ class Envelope:
         expect(check_number("decay", self.decay) >= 0, "decay >= 0", self.decay)
 
     def at(self, step: int) -> float:
-        """C_t, for t = 1, 2, …"""
         return float(self.start * step**-self.decay)
 
 
@@ -123,7 +120,6 @@ class Fit:
     ledger: Ledger
     noise: GaussianNoise
     start: Array
-    watch: Callable[[Iterable[int]], Iterable[int]] = iter  # sees the steps as they come
 
     def clips(self, count: int) -> tuple[float, ...]:
         """C_1, …, C_count, all of them checked before the first step."""

@@ -69,7 +69,7 @@ class _Descent:
         z_b = fit.noise_multiplier / math.sqrt(1 - share)
         skipped = self.steps - max(math.ceil(self.average * self.steps), 1)
         average = np.zeros_like(theta)
-        for t in fit.watch(range(1, self.steps + 1)):
+        for t in range(1, self.steps + 1):
             clip = clips[t - 1]
             if t > 1 and self.subspace.turns:
                 subspace = self._subspace_at(fit, theta)

@@ -234,7 +234,6 @@ class PrivateFit:
 
     @staticmethod
     def saved_in(folder: str | Path | None) -> Mapping[str, Any] | None:
-        """What `save` wrote."""
         return None if folder is None else load_file(Path(folder, _STATE), _KEYS)
 
     def close(self) -> None:

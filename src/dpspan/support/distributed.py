@@ -185,7 +185,6 @@ class Processes:
             raise earlier or RuntimeError(_LOST) from lost
 
     def any(self, fact: bool) -> bool:
-        """Whether it is so in any of them."""
         if self.world > 1:
             flag = torch.tensor(int(fact))
             with self.connected():
@@ -194,7 +193,6 @@ class Processes:
         return fact
 
     def same(self, value: Any) -> Any:
-        """The first process's value."""
         if self.world == 1:
             return value
         box = [value]
@@ -203,7 +201,6 @@ class Processes:
         return box[0]
 
     def all_of(self, value: Any) -> list[Any]:
-        """Every process's value."""
         values = [value] * self.world
         if self.world > 1:
             with self.connected():

@@ -1,8 +1,4 @@
-"""What one process does alone is refused in several: a fit of a table, a choice, a comparison.
-
-Each would draw noise of its own from all records, write a ledger of its own, and know nothing of
-the others' releases: no certificate would hold for what they make together.
-"""
+"""What one process does alone is refused in several: a fit of a table, a choice, a comparison."""
 
 import os
 import sys

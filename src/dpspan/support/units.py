@@ -28,7 +28,6 @@ class Units:
 
     @classmethod
     def of(cls, ids: Any, most: int, *, records: int, name: str = "unit") -> Self:
-        """By one id for each of so many records."""
         if isinstance(ids, cls) and len(ids.owners) == records:
             return ids
         most = check_count(f"records_per_{name.removesuffix('s')}", most)
