@@ -42,15 +42,12 @@ def epsilon_lower_bound(
 ) -> float:
     """x such that ε ≥ x at this δ, with this confidence; 0 if the scores prove nothing.
 
-    Under the hypothesis that the mechanism is (ε, δ)-DP the bound exceeds ε with a probability of
-    at most 1 - confidence, over the coins and the mechanism, whatever the mechanism is.
-
     Args:
         scores: one for each canary, from what was released; the higher, the more it looks included.
         included: the canary's coin, true if it was in the data. Coins are fair and independent, and
             nothing else of the run depends on them.
         delta: of the claim, from 0 to 1.
-        confidence: that the bound is not too high.
+        confidence: that the bound is not above ε, over the coins and the mechanism, whatever it is.
         gaussian: the mechanism is known to be Gaussian: then μ is bounded, and translated to ε at
             δ. Much sharper, and wrong for a mechanism that is not Gaussian.
     """
