@@ -33,7 +33,7 @@ class Preparation:
         """The records prepared, in the form they came in."""
         is_sparse = sparse.issparse(x)
         with np.errstate(all="ignore"):  # warnings would be about private records
-            prepared = self._scaled_csr(x) if is_sparse else self._scaled(x)
+            prepared: Features = self._scaled_csr(x) if is_sparse else self._scaled(x)
             if self.cuts:
                 compared = x[:, [column for column, points in self.cuts for _ in points]]
                 dense = compared.toarray() if is_sparse else compared
