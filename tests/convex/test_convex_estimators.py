@@ -355,7 +355,7 @@ def test_public_rows_have_a_finite_length() -> None:
     x, y = table(100)
     x[3] = 1e200
     for public in (x[:10], (x[:10], y[:10])):
-        with pytest.raises(ValueError, match=r"public rows of finite length, got 1 that"):
+        with pytest.raises(ValueError, match=r"of infinite length once scaled, got 1\. Take"):
             PrivateLogisticRegression(**QUICK).fit(x[10:], y[10:], public=public)
 
 
@@ -455,7 +455,7 @@ def test_shapes_are_checked() -> None:
 @pytest.mark.parametrize("kind", ESTIMATORS[:2])
 def test_one_class_only(kind) -> None:
     x, _ = table(100)
-    with pytest.raises(ValueError, match="at least two classes, got 1 class"):
+    with pytest.raises(ValueError, match="more than 1 class, got 1"):
         kind(**QUICK).fit(x, np.zeros(100))
     model = kind(classes=[0, 1], **QUICK).fit(x, np.zeros(100))  # known: learned all the same
     assert list(model.classes_) == [0, 1]

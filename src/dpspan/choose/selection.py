@@ -125,11 +125,9 @@ def choose_public(
     if threshold is not None:
         expect(0 <= check_number("threshold", threshold) <= 1, "0 <= threshold <= 1", threshold)
     choices: list[str | None] = [*candidates, *([] if threshold is None else [None])]
-    if len(choices) < 2 or not candidates:
-        raise ValueError(
-            "Expected at least 2 candidates to choose from, got "
-            f"{len(choices)}. With one, pass threshold= to choose between it and no public data."
-        )
+    enough = len(choices) >= 2 and bool(candidates)
+    cure = "With one, pass threshold= to choose between it and no public data."
+    expect(enough, "at least 2 candidates to choose from", len(choices), cure)
     what = "record" if unit is None else "unit"
     note = _note(len(choices), epsilon, mechanism, sample_rate, records, what)
     loader = private_loader(private)

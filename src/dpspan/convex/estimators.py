@@ -205,11 +205,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             cure = "take PrivateScaler or PrivateImputer, or fit it to public rows and freeze it"
             warnings.warn(f"dpspan: not private: {told}: {cure} (FrozenEstimator).", stacklevel=3)
             ledger.invalidate(told)
-        if self.accountant not in (None, ledger.accountant):
-            raise ValueError(
-                f"Expected accountant {ledger.accountant!r}, as the ledger has it, got "
-                f"{self.accountant!r}: leave it out where you give a ledger."
-            )
+        same, theirs = self.accountant in (None, ledger.accountant), repr(ledger.accountant)
+        cure = "Leave it out where you give a ledger."
+        expect(same, f"accountant {theirs}, as the ledger has it", self.accountant, cure)
         return ledger
 
     def _declare(self, ledger: Ledger, divisor: int, task: Task, public: PublicRows | None) -> None:
@@ -257,11 +255,8 @@ def _known(public: PublicRows, preparation: Preparation, private: Records) -> Re
     """The public rows, prepared like the private ones."""
     rows = Rows(preparation.apply(public.x), intercept=private.rows.intercept)
     endless = int((~np.isfinite(rows.norm_bounds)).sum())
-    if endless:
-        raise ValueError(
-            f"Expected public rows of finite length, got {endless} that are too long once scaled: "
-            "take them out of public, or bound the features by scaling=FeatureBounds(...)."
-        )
+    cure = "Take them out of public, or bound the features by scaling=FeatureBounds(...)."
+    expect(endless == 0, "no public rows of infinite length once scaled", endless, cure)
     return Records(rows=rows, targets=public.y, loss=private.loss)
 
 
@@ -289,11 +284,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         """Targets are 1 for a record's class, `low` for the others."""
         check_classification_targets(y)
         known = np.unique(y if self.classes is None else np.asarray(self.classes))
-        if len(known) < 2:
-            raise ValueError(
-                f"Expected at least two classes, got {len(known)} class: give all that can occur "
-                "by classes=[...]."
-            )
+        cure = "Give all that can occur by classes=[...]."
+        expect(len(known) > 1, "more than 1 class", len(known), cure)
 
         def targets_of(labels: NDArray[Any], where: str) -> Array:
             codes = np.searchsorted(known, labels).clip(max=len(known) - 1)
