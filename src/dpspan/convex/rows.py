@@ -105,7 +105,7 @@ def norm_bounds(x: Features, *, intercept: bool = False) -> Array:
 def _row_squares(x: Features) -> Array:
     if sparse.issparse(x):
         return np.asarray(x.multiply(x).sum(1)).ravel()
-    return np.einsum("ij,ij->i", x, x)  # no copy of the table
+    return np.asarray(np.einsum("ij,ij->i", x, x))  # no copy of the table
 
 
 def _emptied(x: Features, where: NDArray[np.bool_]) -> Features:
