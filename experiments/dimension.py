@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from dp_accounting import GaussianDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from scipy import optimize, special
@@ -150,22 +150,26 @@ def noise_multiplier() -> float:
     return calibrate_event(GaussianDpEvent, STEPS, BUDGET)
 
 
+class _TimedLedger(Ledger):
+    """Remembers when it was charged: once in every step."""
+
+    def __init__(self, *, budget: Budget) -> None:
+        super().__init__(budget=budget)
+        self.moments: list[float] = []
+
+    def charge(self, event: DpEvent, count: int = 1) -> None:
+        self.moments.append(time.perf_counter())
+        super().charge(event, count)
+
+
 def work(run: Run, place: Place) -> dict[str, Any]:
     """A run in a process of its own."""
     problem = problem_of(run.p, run.seed)
     x = problem.z @ problem.embedding
     method = METHODS[run.method](run.rate)
     z = noise_multiplier()
-    ledger = Ledger(budget=BUDGET)
+    ledger = _TimedLedger(budget=BUDGET)
     ledger.reserve(GaussianDpEvent(z), STEPS)
-    moments: list[float] = []
-
-    def timed(steps: Iterable[int]) -> Iterator[int]:
-        for step in steps:
-            moments.append(time.perf_counter())
-            yield step
-        moments.append(time.perf_counter())
-
     fit = Fit(
         records=PrivateRecords(
             rows=Rows(x[:N], intercept=False),
@@ -179,13 +183,12 @@ def work(run: Run, place: Place) -> dict[str, Any]:
         ledger=ledger,
         noise=GaussianNoise(),
         start=np.zeros(run.p),
-        watch=timed,
     )
     theta = method.minimise(fit)
     return {
         **asdict(run),
         "excess_risk": problem.risk(problem.embedding @ theta) - problem.least_risk(),
-        "seconds_per_step": statistics.median(np.diff(moments)),
+        "seconds_per_step": statistics.median(np.diff(ledger.moments)),
         "epsilon": ledger.epsilon(),
         "delta": BUDGET.delta,
         "made": place.provenance(),

@@ -206,7 +206,6 @@ def _fitted(run: Run, problem: Problem) -> tuple[np.ndarray, float]:
         ledger=ledger,
         noise=GaussianNoise(),
         start=np.zeros(P),
-        watch=iter,
     )
     theta = make(run.steps, run.k, problem.radius, run.rate).minimise(fit)
     return theta, ledger.epsilon()

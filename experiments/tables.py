@@ -47,10 +47,10 @@ from dpspan.convex import (
     PublicRows,
     PublicScaling,
     Released,
-    ReleasedSecondMoment,
 )
 from experiments.anchors import Anchor
 from experiments.runner import Place, Results, execute
+from experiments.second_moment import ReleasedSecondMoment
 
 DELTA, PUBLIC, RANK = 1e-6, 500, 50
 KEYS = ("accuracy", "auc")
@@ -145,7 +145,7 @@ def _features() -> PublicFeatures:
     return PublicFeatures(rank=RANK)
 
 
-def _adagrad(rate: float, preconditioner: Released | ReleasedSecondMoment) -> NoisyAdaGrad:
+def _adagrad(rate: float, preconditioner: Released) -> NoisyAdaGrad:
     return NoisyAdaGrad(learning_rate=rate, subspace=_features(), preconditioner=preconditioner)
 
 

@@ -466,9 +466,9 @@ def test_what_a_rate_near_one_half_means_is_documented() -> None:
 def test_too_few_samples_are_refused(n: int) -> None:
     few, enough = random_labels(n, 1), random_labels(20, 2)
     for source in (few, few.tensors, DataLoader(few, batch_size=5)):
-        with pytest.raises(ValueError, match=rf"Expected at least 20 members, got {n}:"):
+        with pytest.raises(ValueError, match=rf"Expected at least 20 members, got {n}\."):
             membership_inference(mlp(), source, enough)
-        with pytest.raises(ValueError, match=rf"Expected at least 20 non-members, got {n}:"):
+        with pytest.raises(ValueError, match=rf"Expected at least 20 non-members, got {n}\."):
             membership_inference(mlp(), enough, source)
     membership_inference(mlp(), enough, enough)
 

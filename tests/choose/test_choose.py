@@ -209,7 +209,7 @@ def test_looking_is_noted_but_not_what_was_seen():
 @pytest.mark.parametrize(
     ("candidates", "message"),
     [
-        ({}, "Expected at least 1 public candidate, got none."),
+        ({}, "Expected at least 1 public candidate, got 0."),
         ({"private": images(9, 1)}, "Expected no candidate of the name 'private': rename it."),
     ],
 )

@@ -251,5 +251,5 @@ def test_subspaces_of_different_rank():
         principal_subspace(per_sample_gradients(model, output, rows(6, 6, 0)), k, of="x")
         for k in (2, 3)
     )
-    with pytest.raises(ValueError, match=re.escape("of the same rank, got 2 and 3.")):
+    with pytest.raises(ValueError, match=re.escape("another subspace of rank 2, got 3.")):
         subspace_distance(two, three)

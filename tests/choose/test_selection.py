@@ -226,7 +226,6 @@ def test_resolution_grows_finer():
     assert resolution(1000, 2, 0.1) < resolution(1000, 8, 0.1)
     assert resolution(1000, 2, 0.1) < resolution(1000, 2, 0.1, mechanism="exponential")
     assert resolution(1000, 2, 0.1) < resolution(1000, 2, 0.1, sample_rate=0.5)
-    assert resolution(1000, 2, 0.1) < resolution(1000, 2, 0.1, success=0.99)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +247,6 @@ def test_resolutions_that_cannot_be(arguments, message):
 def test_sample_rates_that_cannot_be(rate):
     with pytest.raises(ValueError, match=re.escape(f"Expected 0 < sample_rate <= 1, got {rate}.")):
         resolution(10, 2, 0.1, sample_rate=rate)
-
-
-def test_success_must_be_better_than_chance():
-    with pytest.raises(ValueError, match=re.escape("between 0.5, which is chance, and 1")):
-        resolution(10, 2, 0.1, success=0.5)
 
 
 # -- scores ---------------------------------------------------------------------------------------

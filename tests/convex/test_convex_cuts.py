@@ -72,7 +72,7 @@ def test_no_private_number_moves_public_cut_points() -> None:
     other = X.copy()
     other[:, 0] *= 100
     first, second = (fitted(8, x=x).preparation_.cuts for x in (X, other))
-    np.testing.assert_array_equal(first.points, second.points)
+    np.testing.assert_equal(first, second)
 
 
 def test_private_ones_are_paid_on_the_ledger_of_the_fit() -> None:

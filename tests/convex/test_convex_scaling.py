@@ -108,3 +108,9 @@ def test_refusals() -> None:
         FeatureBounds(low=1, high=1).prepare(None)
     with pytest.raises(ValueError, match=r"Expected limit > 0, got 0\."):
         PublicScaling(limit=0)
+
+
+def test_what_0_1_has_pickled_has_no_cut_points() -> None:
+    old = FeatureBounds(low=0, high=4).prepare(None)
+    del vars(old)["cuts"]
+    np.testing.assert_array_equal(old.apply(np.array([[0.0, 4.0]])), [[-1.0, 1.0]])

@@ -94,23 +94,13 @@ def test_gradients_of_linear_models_lie_in_the_span_of_their_rows() -> None:
 @pytest.mark.parametrize("classes", [2, 3])
 def test_public_gradients_are_the_top_directions_at_the_weights(classes: int) -> None:
     side = public(classes=classes)
-    oracle = PublicGradients(rank=4, refresh=2)
+    oracle = PublicGradients(rank=4)
     records = PrivateRecords(rows=side.rows, targets=side.targets, loss=side.loss, divisor=1)
     for step in range(2):
         theta = RNG(step).standard_normal(size_of(side))
         span = oracle.find(side, theta)
         top = np.linalg.svd(gradients(records, theta))[2][:4]
         assert np.cos(linalg.subspace_angles(span.basis, top.T)).min() > 1 - 1e-8
-
-
-def test_when_a_subspace_is_found_anew() -> None:
-    for oracle, due in (
-        (WholeSpace(), [0]),
-        (PublicFeatures(rank=2), [0]),
-        (PublicGradients(rank=2), [0, 1, 2, 3, 4, 5]),
-        (PublicGradients(rank=2, refresh=3), [0, 3]),
-    ):
-        assert [step for step in range(6) if oracle.due(step)] == due
 
 
 def test_refusals() -> None:
@@ -125,5 +115,3 @@ def test_refusals() -> None:
         PublicFeatures().find(zeros, np.zeros(3))
     with pytest.raises(ValueError, match="rank to be an integer of at least 1, got 0"):
         PublicFeatures(rank=0)
-    with pytest.raises(ValueError, match="refresh to be an integer"):
-        PublicGradients(refresh=0)

@@ -99,12 +99,6 @@ def weights_sha256(weights: Mapping[str, Any]) -> str:
     """SHA-256 over a state_dict: name, dtype, shape and bytes of each tensor, sorted by name.
 
     A sharded tensor counts as the whole one, for which all processes must ask together.
-
-    Examples:
-        >>> import torch
-        >>> from dpspan.accounting.certificate import weights_sha256
-        >>> weights_sha256({"weight": torch.zeros(2)})[:8]
-        '0b15b00b'
     """
     import torch  # here: a fit of a table needs none
 

@@ -100,42 +100,33 @@ def _rough(event: DpEvent) -> Any:
     return renyi([(event, 1)], ROUGH_ORDERS)[1]
 
 
-def _rdp_epsilon(releases: Releases, delta: float, orders: Sequence[float] | None = None) -> float:
-    return float(rdp.compute_epsilon(*renyi(releases, orders), delta)[0])
-
-
 _ACCOUNTANTS: Mapping[str, Callable[[Releases, float], float]] = {
     "pld": pld_epsilon,
-    "rdp": _rdp_epsilon,
+    "rdp": lambda releases, delta: float(rdp.compute_epsilon(*renyi(releases), delta)[0]),
 }
 
 
-def renyi(releases: Releases, orders: Sequence[float] | None) -> tuple[Any, Any]:
-    """The orders and the Rényi divergences at them."""
-    pure = [(event, count) for event, count in releases if _is_pure(event)]
-    others = [(event, count) for event, count in releases if not _is_pure(event)]
+def renyi(releases: Releases, orders: Sequence[float] | None = None) -> tuple[Any, Any]:
+    """The orders and the Rényi divergences at them.
+
+    dp-accounting's RDP does not know what is ε-DP (see `pure_event`). Randomised response has the
+    largest divergence of all that is: log((exp(αε) + exp((1 − α)ε)) / (1 + exp(ε))) / (α − 1).
+    """
+    pure = [
+        (event, count)
+        for event, count in releases  # dp-accounting refuses an ε of 0
+        if isinstance(event, DiscreteLaplaceDpEvent) and event.noise_parameter > 0
+    ]
     with _quiet_absl():
+        others = [entry for entry in releases if entry not in pure]
         accountant = _composed(rdp.RdpAccountant(orders), others)
     # A negative divergence is a rounding error; dp-accounting would take it for ε = 0.
-    divergences = np.abs(accountant.rdp)
+    divergences, alpha = np.abs(accountant.rdp), accountant.orders
     for event, count in pure:
-        divergences = divergences + count * _pure_divergences(event, accountant.orders)
-    return accountant.orders, np.where(np.isnan(divergences), np.inf, divergences)
-
-
-def _is_pure(event: DpEvent) -> bool:
-    """Whether it is ε-DP (see `pure_event`), of an ε that dp-accounting does not refuse."""
-    return isinstance(event, DiscreteLaplaceDpEvent) and event.noise_parameter > 0
-
-
-def _pure_divergences(event: Any, orders: Any) -> Any:
-    """Rényi divergences of an event that dp-accounting's RDP does not know.
-
-    Randomised response has the largest: log((exp(αε) + exp((1 − α)ε)) / (1 + exp(ε))) / (α − 1).
-    """
-    epsilon = event.noise_parameter * event.sensitivity
-    total = np.logaddexp(orders * epsilon, (1 - orders) * epsilon) - np.logaddexp(0.0, epsilon)
-    return total / (orders - 1)
+        epsilon = event.noise_parameter * event.sensitivity
+        total = np.logaddexp(alpha * epsilon, (1 - alpha) * epsilon) - np.logaddexp(0.0, epsilon)
+        divergences = divergences + count * total / (alpha - 1)
+    return alpha, np.where(np.isnan(divergences), np.inf, divergences)
 
 
 @contextlib.contextmanager

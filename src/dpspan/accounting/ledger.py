@@ -85,10 +85,9 @@ class Ledger:
         ledger = cls()
         try:
             ledger._parse(state)
-        except KeyError as error:
-            raise ValueError(f"Cannot load the ledger state: {error} is missing.") from error
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"Cannot load the ledger state: {error}") from error
+        except (KeyError, ValueError, TypeError) as error:
+            what = f"{error} is missing." if isinstance(error, KeyError) else error
+            raise ValueError(f"Cannot load the ledger state: {what}") from error
         return ledger
 
     @property
@@ -114,7 +113,6 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """How many events have been charged."""
         return sum(count for _, count in self._events)
 
     @property
@@ -138,7 +136,6 @@ class Ledger:
 
     @property
     def public(self) -> tuple[PublicRecord, ...]:
-        """What was declared public."""
         return tuple(self._public)
 
     def charge(self, event: DpEvent, count: int = 1) -> None:
@@ -153,8 +150,7 @@ class Ledger:
 
     def reserve(self, event: DpEvent, count: int) -> None:
         """Check once that `count` more of `event` fit the budget; charges then cost nothing."""
-        event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count)
+        self._check_affordable(self._own(event), check_count("count", count))
 
     def spending(self, delta: float | None = None) -> Spending:
         """ε at `delta` (the budget's, if there is one) and the accountant it comes from."""
@@ -182,7 +178,6 @@ class Ledger:
             return math.inf
 
     def warn(self, *messages: str) -> None:
-        """Remember warnings for the certificate."""
         self._warnings |= dict.fromkeys(messages)
 
     def invalidate(self, reason: str) -> None:
@@ -207,7 +202,6 @@ class Ledger:
         raise TypeError(_COPIED)
 
     def state_dict(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
         return {
             "version": _STATE_VERSION,
             "saved_by": self.mark,

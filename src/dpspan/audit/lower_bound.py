@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import brentq
 from scipy.special import expit, ndtr, ndtri
 
@@ -41,15 +42,12 @@ def epsilon_lower_bound(
 ) -> float:
     """x such that ε ≥ x at this δ, with this confidence; 0 if the scores prove nothing.
 
-    Under the hypothesis that the mechanism is (ε, δ)-DP the bound exceeds ε with a probability of
-    at most 1 - confidence, over the coins and the mechanism, whatever the mechanism is.
-
     Args:
         scores: one for each canary, from what was released; the higher, the more it looks included.
         included: the canary's coin, true if it was in the data. Coins are fair and independent, and
             nothing else of the run depends on them.
         delta: of the claim, from 0 to 1.
-        confidence: that the bound is not too high.
+        confidence: that the bound is not above ε, over the coins and the mechanism, whatever it is.
         gaussian: the mechanism is known to be Gaussian: then μ is bounded, and translated to ε at
             δ. Much sharper, and wrong for a mechanism that is not Gaussian.
     """
@@ -177,17 +175,8 @@ def _weights(n: int, epsilon: float, tail: float) -> Array:
 
 
 def epsilon_of_shift(shift: float, delta: float) -> float:
-    """ε at δ of the Gaussian mechanism that N(0, 1) and N(μ, 1) are; by Balle and Wang (2018)."""
-
-    def too_small(epsilon: float) -> bool:
-        left = ndtr(shift / 2 - epsilon / shift)
-        return bool(left - math.exp(epsilon) * ndtr(-shift / 2 - epsilon / shift) > delta)
-
-    if shift <= 0:
-        return 0.0
-    if delta == 0:
-        return math.inf
-    return _last(too_small, 0.0, min(shift**2 / 2 + 38 * shift, 700.0))
+    """ε at δ of the Gaussian mechanism that N(0, 1) and N(μ, 1) are."""
+    return float(get_epsilon_gaussian(1 / shift, delta)) if shift > 0 else 0.0
 
 
 def _shift_bound(right: Array, tail: float) -> float:

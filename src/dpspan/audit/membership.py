@@ -198,11 +198,8 @@ def _losses(
         error.add_note(f"This was said of the {name}.")
         raise
     found = np.concatenate(pieces)
-    if len(found) < FEWEST:
-        raise ValueError(
-            f"Expected at least {FEWEST} {name}, got {len(found)}: half of them fit the "
-            "threshold and half evaluate it. Give more."
-        )
+    cure = "Half of them fit the threshold and half evaluate it: give more."
+    expect(len(found) >= FEWEST, f"at least {FEWEST} {name}", len(found), cure)
     if missing := int(np.isnan(found).sum()):
         raise ValueError(
             f"The losses of {missing} of the {len(found)} {name} are NaN, neither small nor "

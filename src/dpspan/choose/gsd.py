@@ -5,8 +5,8 @@ initial weights, V their top k right singular vectors, θ the principal angles b
 
     GSD = √(k − Σ cos²θ) / √k    (the paper's Definition 3 lacks the √k that its numbers have)
 
-A ranking is a table of such numbers. All of it depends on private records without noise and is for
-the operator's eyes: whoever picks by it releases more than ε says. `choose_public` picks privately.
+All of it is for the operator's eyes: whoever picks by it releases more than ε says. `choose_public`
+picks privately.
 """
 
 import itertools
@@ -24,6 +24,7 @@ from dpspan.choose.probe import PIECE, Loss, Probe, drawn, energies, principal_s
 from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.public.data import PublicData, Samples
 from dpspan.subspaces.subspace import Subspace
+from dpspan.support.checks import expect
 
 _WARNING = "NOT PRIVATE: computed from private records without noise, for the operator's eyes only"
 LOOKED_AT = "unprivate: public data were ranked by private data, without noise"
@@ -70,22 +71,17 @@ def subspace_distance(first: Subspace, second: Subspace) -> float:
     In float64 from here on: 1 − cos² of a small angle would be lost in float32. The bases are
     taken as they are, not as orthonormal as they should be.
     """
-    if first.dimensions != second.dimensions:
-        raise ValueError(
-            f"Expected two subspaces of the same rank, got {first.dimensions} and "
-            f"{second.dimensions}."
-        )
-    k = first.dimensions
+    k, same = first.dimensions, f"another subspace of rank {first.dimensions}"
+    expect(second.dimensions == k, same, second.dimensions)
     gram = torch.zeros(2 * k, 2 * k, dtype=torch.float64, device=first.gradients.device)
     for name in first.gradients.shapes:
         terms = [basis.gradients.term(name) for basis in (first, second)]
         rows = torch.cat([term.rows(0, k) for term in terms]).double()
         gram += rows @ rows.T
-    lower, _ = torch.linalg.cholesky_ex(gram[:k, :k])
-    other, _ = torch.linalg.cholesky_ex(gram[k:, k:])
-    half: Tensor = torch.linalg.solve_triangular(lower, gram[:k, k:], upper=False)
-    cosines: Tensor = torch.linalg.solve_triangular(other, half.T, upper=False)
-    return float((1 - cosines.square().sum() / k).clamp(0, 1).sqrt())
+    # Σ cos²θ is the trace of A⁻¹ C B⁻¹ Cᵀ, of the blocks [[A, C], [Cᵀ, B]].
+    across: Tensor = torch.linalg.solve(gram[:k, :k], gram[:k, k:])
+    back: Tensor = torch.linalg.solve(gram[k:, k:], gram[k:, :k])
+    return float((1 - (across * back.T).sum() / k).clamp(0, 1).sqrt())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +147,7 @@ def rank_public(
         seed: of the samples that are drawn and of their random labels.
         ledger: where to note that this was looked at; the numbers themselves never go there.
     """
-    if not candidates:
-        raise ValueError("Expected at least 1 public candidate, got none.")
+    expect(bool(candidates), "at least 1 public candidate", 0)
     if _PRIVATE in candidates:
         raise ValueError(f"Expected no candidate of the name {_PRIVATE!r}: rename it.")
     probe = Probe.of(model, loss_fn, seed=seed, piece=piece)

@@ -33,7 +33,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import Ledger
@@ -125,11 +125,9 @@ def choose_public(
     if threshold is not None:
         expect(0 <= check_number("threshold", threshold) <= 1, "0 <= threshold <= 1", threshold)
     choices: list[str | None] = [*candidates, *([] if threshold is None else [None])]
-    if len(choices) < 2 or not candidates:
-        raise ValueError(
-            "Expected at least 2 candidates to choose from, got "
-            f"{len(choices)}. With one, pass threshold= to choose between it and no public data."
-        )
+    enough = len(choices) >= 2 and bool(candidates)
+    cure = "With one, pass threshold= to choose between it and no public data."
+    expect(enough, "at least 2 candidates to choose from", len(choices), cure)
     what = "record" if unit is None else "unit"
     note = _note(len(choices), epsilon, mechanism, sample_rate, records, what)
     loader = private_loader(private)
@@ -173,19 +171,16 @@ def resolution(
     *,
     mechanism: str = "permute-and-flip",
     sample_rate: float = 1.0,
-    success: float = _SUCCESS,
 ) -> float:
     """By how much the best candidate must lead in mean captured energy to be found.
 
-    Found with probability `success` or more, whatever the data: above 1 it is out of reach. From
-    public knowledge only. `candidates` counts "no public data" too.
+    Found with a probability of 95 %, whatever the data: above 1 it is out of reach. From public
+    knowledge only. `candidates` counts "no public data" too.
     """
     records = check_count("records", records)
     candidates = check_count("candidates", candidates, least=2)
     epsilon, sample_rate = _checked(epsilon, sample_rate, mechanism)
-    lowest = 1 / candidates
-    expect(lowest < success < 1, f"success between {lowest:.3g}, which is chance, and 1", success)
-    spread = 0.0
+    spread, success = 0.0, _SUCCESS
     if sample_rate < 1:
         # Half of the failures may come from the sample: by Bernstein's inequality, for differences
         # between −1 and 1, a lead in the sample is this much smaller at the worst.
@@ -217,7 +212,7 @@ def _note(
     mechanism: str,
     sample_rate: float,
     records: int | None,
-    what: str = "record",
+    what: str,
 ) -> str:
     if records is None:
         return (
@@ -294,16 +289,16 @@ def sampled_batches(
     count = len(dataset if units is None else units)
     draw = PoissonDraw(records=count, sample_rate=sample_rate, steps_per_epoch=1)
     (drawn,) = draw.epoch(np.random.default_rng())  # by OS entropy: who is in it is a secret
-    chosen = drawn.tolist()
+    chosen: list[tuple[int, int | None]] = [(record, None) for record in drawn.tolist()]
     if units is not None:
         secret = secrets.randbits(128)
-        chosen = [record for unit in chosen for record in units.drawn(unit, [secret])]
+        chosen = [(x, unit) for unit in drawn.tolist() for x in units.drawn(unit, [secret])]
     if not chosen:
         return
     with fresh_randomness():  # the seeds of workers come from here
         batches = iter(
             DataLoader(
-                _Single(dataset, chosen, None if units is None else units.owners[chosen]),
+                _Single(dataset, chosen),
                 batch_size=piece,
                 collate_fn=partial(_collated, loader.collate_fn),
                 num_workers=loader.num_workers,
@@ -329,21 +324,21 @@ def sampled_batches(
     yield from waiting.values()
 
 
-class _Single(Subset[Any]):
-    """Some of the records, each asked for alone: a dataset may read several at once its own way.
+class _Single(Dataset[Any]):
+    """Some of the records, each with its unit (or None) and asked for alone.
 
-    With each comes the number of its unit, if there are units.
+    A dataset may read several at once in a way of its own.
     """
 
-    __getitems__ = None  # type: ignore[assignment]
+    def __init__(self, dataset: Dataset[Any], chosen: list[tuple[int, int | None]]) -> None:
+        self._dataset, self._chosen = dataset, chosen
 
-    def __init__(self, dataset: Dataset[Any], chosen: list[int], owners: Any) -> None:
-        super().__init__(dataset, chosen)
-        self._owners = owners
+    def __len__(self) -> int:
+        return len(self._chosen)
 
     def __getitem__(self, place: int) -> Any:
-        record = self.dataset[self.indices[place]]
-        return record, None if self._owners is None else self._owners[place]
+        record, owner = self._chosen[place]
+        return self._dataset[record], owner
 
 
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any]) -> dict[Any, Any]:

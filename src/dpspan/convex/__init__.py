@@ -13,7 +13,6 @@ from dpspan.convex.methods import GradientDescent as GradientDescent
 from dpspan.convex.methods import NoisyAdaGrad as NoisyAdaGrad
 from dpspan.convex.preconditioners import FromNoisyGradients as FromNoisyGradients
 from dpspan.convex.preconditioners import Released as Released
-from dpspan.convex.preconditioners import ReleasedSecondMoment as ReleasedSecondMoment
 from dpspan.convex.public_rows import PublicRows as PublicRows
 from dpspan.convex.public_rows import without_public as without_public
 from dpspan.convex.scaling import FeatureBounds as FeatureBounds

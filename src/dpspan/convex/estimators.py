@@ -3,13 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
 from numpy.typing import ArrayLike, NDArray
-from rich.progress import track
 from scipy import special
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_regressor
 from sklearn.utils import check_array, check_random_state
@@ -21,13 +20,12 @@ from dpspan.accounting.certificate import certificate
 from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
-from dpspan.convex.cuts import Cuts, cut_points
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
 from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
 from dpspan.convex.rows import Array, Rows, no_echo
-from dpspan.convex.scaling import Preparation, Scaling, scaling_of
+from dpspan.convex.scaling import Cuts, Preparation, Scaling, cut_points, scaling_of
 from dpspan.convex.transformers import PrivateScaler, fitted_before
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
@@ -39,7 +37,6 @@ _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "
     "by classes=[...] if it is not."
 )
-STARTS = ("zero", "public")
 LOSSES: Mapping[str, Loss] = {"squared": Squared(), "huber": Huber()}
 
 
@@ -72,7 +69,6 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     noise_multiplier: float | None = None
     random_state: Any = None
     secure_mode: bool = False
-    verbose: int = 0
 
     def fit(
         self,
@@ -130,7 +126,6 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             ledger=ledger,
             noise=GaussianNoise(self._seed(), secure=self.secure_mode),
             start=public_start(known) if self.start == "public" else zero,
-            watch=partial(track, description="private steps") if self.verbose else iter,
         )
         ledger.reserve(GaussianDpEvent(z), method.steps)
         self._declare(ledger, divisor, task, public)
@@ -183,7 +178,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         """What sums are divided by; with it all that is not checked elsewhere."""
         expect(0 < check_number("epsilon", self.epsilon) < np.inf, "0 < epsilon", self.epsilon)
         check_promised_delta("delta", self.delta)
-        expect(self.start in STARTS, f"start to be one of {list(STARTS)}", self.start)
+        starts = ["zero", "public"]
+        expect(self.start in starts, f"start to be one of {starts}", self.start)
         if self.row_norm is not None:
             expect(check_number("row_norm", self.row_norm) > 0, "row_norm > 0", self.row_norm)
         return count if self.records is None else check_count("records", self.records)
@@ -209,11 +205,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             cure = "take PrivateScaler or PrivateImputer, or fit it to public rows and freeze it"
             warnings.warn(f"dpspan: not private: {told}: {cure} (FrozenEstimator).", stacklevel=3)
             ledger.invalidate(told)
-        if self.accountant not in (None, ledger.accountant):
-            raise ValueError(
-                f"Expected accountant {ledger.accountant!r}, as the ledger has it, got "
-                f"{self.accountant!r}: leave it out where you give a ledger."
-            )
+        same, theirs = self.accountant in (None, ledger.accountant), repr(ledger.accountant)
+        cure = "Leave it out where you give a ledger."
+        expect(same, f"accountant {theirs}, as the ledger has it", self.accountant, cure)
         return ledger
 
     def _declare(self, ledger: Ledger, divisor: int, task: Task, public: PublicRows | None) -> None:
@@ -261,11 +255,8 @@ def _known(public: PublicRows, preparation: Preparation, private: Records) -> Re
     """The public rows, prepared like the private ones."""
     rows = Rows(preparation.apply(public.x), intercept=private.rows.intercept)
     endless = int((~np.isfinite(rows.norm_bounds)).sum())
-    if endless:
-        raise ValueError(
-            f"Expected public rows of finite length, got {endless} that are too long once scaled: "
-            "take them out of public, or bound the features by scaling=FeatureBounds(...)."
-        )
+    cure = "Take them out of public, or bound the features by scaling=FeatureBounds(...)."
+    expect(endless == 0, "no public rows of infinite length once scaled", endless, cure)
     return Records(rows=rows, targets=public.y, loss=private.loss)
 
 
@@ -293,11 +284,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         """Targets are 1 for a record's class, `low` for the others."""
         check_classification_targets(y)
         known = np.unique(y if self.classes is None else np.asarray(self.classes))
-        if len(known) < 2:
-            raise ValueError(
-                f"Expected at least two classes, got {len(known)} class: give all that can occur "
-                "by classes=[...]."
-            )
+        cure = "Give all that can occur by classes=[...]."
+        expect(len(known) > 1, "more than 1 class", len(known), cure)
 
         def targets_of(labels: NDArray[Any], where: str) -> Array:
             codes = np.searchsorted(known, labels).clip(max=len(known) - 1)
@@ -354,7 +342,6 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
         return np.exp(self.predict_log_proba(X))
 
     def predict_log_proba(self, X: Any) -> Array:
-        """Their logarithms."""
         margins = self._margins(X)
         if len(self.classes_) == 2:
             margins = np.hstack([np.zeros_like(margins), margins])

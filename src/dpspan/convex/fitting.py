@@ -9,7 +9,6 @@ noise multipliers z_b and z_B, 1/z² = 1/z_b² + 1/z_B², is one Gaussian mechan
 z. Every step uses every record, so nothing is sampled and nothing amplified.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
@@ -36,29 +35,25 @@ class ConstantClip:
         check_positive("clip", self.clip)
 
     def at(self, step: int) -> float:
-        """C_t."""
         return self.clip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Envelope:
-    """C_t = start·t^(−decay), never below `end`: the paper's envelope of falling gradients.
+    """C_t = start·t^(−decay): the paper's envelope of falling gradients.
 
-    All three are public constants. With noise in proportion, every step costs the same.
+    Both are public constants. With noise in proportion, every step costs the same.
     """
 
     start: float
     decay: float = 0.25
-    end: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive("start", self.start)
         expect(check_number("decay", self.decay) >= 0, "decay >= 0", self.decay)
-        expect(check_number("end", self.end) >= 0, "end >= 0", self.end)
 
     def at(self, step: int) -> float:
-        """C_t, for t = 1, 2, …"""
-        return max(float(self.start * step**-self.decay), self.end)
+        return float(self.start * step**-self.decay)
 
 
 ClipSchedule: TypeAlias = ConstantClip | Envelope
@@ -125,7 +120,6 @@ class Fit:
     ledger: Ledger
     noise: GaussianNoise
     start: Array
-    watch: Callable[[Iterable[int]], Iterable[int]] = iter  # sees the steps as they come
 
     def clips(self, count: int) -> tuple[float, ...]:
         """C_1, …, C_count, all of them checked before the first step."""

@@ -69,9 +69,9 @@ class _Descent:
         z_b = fit.noise_multiplier / math.sqrt(1 - share)
         skipped = self.steps - max(math.ceil(self.average * self.steps), 1)
         average = np.zeros_like(theta)
-        for t in fit.watch(range(1, self.steps + 1)):
+        for t in range(1, self.steps + 1):
             clip = clips[t - 1]
-            if t > 1 and self.subspace.due(t - 1):
+            if t > 1 and self.subspace.turns:
                 subspace = self._subspace_at(fit, theta)
             fit.charge()
             m = fit.records.unprivate_mean(theta, clip)
@@ -123,8 +123,8 @@ class NoisyAdaGrad(_Descent):
         expect(known, "preconditioner to be one of dpspan.convex", self.preconditioner)
 
     def _preconditioned(self, fit: Fit, subspace: Subspace) -> tuple[float, Update | None]:
-        turns = any(self.subspace.due(step) for step in range(1, self.steps))
-        return self.preconditioner.share, self.preconditioner.begin(fit, subspace, turns=turns)
+        updates = self.preconditioner.begin(fit, subspace, turns=self.subspace.turns)
+        return self.preconditioner.share, updates
 
 
 Method: TypeAlias = GradientDescent | NoisyAdaGrad

@@ -8,9 +8,8 @@
 
 Formal guarantees. The paper's proof of its Lemma 5 takes the root of an indefinite matrix; the
 bound holds with a constant √2, by ‖|X| − |Y|‖_F ≤ √2‖X − Y‖_F (Araki and Yamagami) for the t × p
-matrix of mean gradients, each row of which moves by at most C_s/n. So z_B = √2·σ_B/Δ_t. For the
-second moment (Σ_s Σ_i g_i g_iᵀ)^{1/2} it is √(ΣC_s²), by Powers and Størmer. VᵀGOE V is GOE of k
-dimensions, so k × k numbers are drawn. A preconditioner of noisy gradients costs nothing.
+matrix of mean gradients, each row of which moves by at most C_s/n. So z_B = √2·σ_B/Δ_t. VᵀGOE V is
+GOE of k dimensions, so k × k numbers are drawn. A preconditioner of noisy gradients costs nothing.
 
 The history of mean gradients is kept in factored form, never p × p:
 
@@ -29,7 +28,7 @@ import numpy as np
 from scipy import optimize
 
 from dpspan.convex.fitting import Fit
-from dpspan.convex.rows import Array, Rows
+from dpspan.convex.rows import Array
 from dpspan.convex.subspaces import Subspace
 from dpspan.support.checks import check_number, expect
 
@@ -147,7 +146,7 @@ class Released:
         """The updates of a fit in a subspace that may turn; what cannot work is refused."""
         _check_size(subspace)
         z = fit.noise_multiplier / math.sqrt(self.share)
-        root_at, sensitivity = self._root(fit)
+        root_at, sensitivity = self.root(fit)
         squares = 0.0  # ΣC_s²
 
         def update(step: Step) -> Metric:
@@ -161,7 +160,7 @@ class Released:
 
         return update
 
-    def _root(self, fit: Fit) -> tuple[Root, float]:
+    def root(self, fit: Fit) -> tuple[Root, float]:
         """VᵀG_tV, and Δ_t in units of √(ΣC_s²)."""
         history = GradientHistory(len(fit.start))
 
@@ -172,35 +171,16 @@ class Released:
         return root, math.sqrt(2) / fit.records.divisor
 
 
-class ReleasedSecondMoment(Released):
-    """(Σ_s Σ_i g_i g_iᵀ/n)^{1/2} of the records' own clipped gradients, plus σ_B·GOE.
-
-    It does not vanish at the optimum, where the mean gradient does: more signal for its noise.
-    """
-
-    def _root(self, fit: Fit) -> tuple[Root, float]:
-        sums, records, scale = _CoordinateSum(), fit.records, math.sqrt(fit.records.divisor)
-
-        def root(step: Step) -> Array:
-            weights = records.weights(step.theta, step.clip)
-            moment = _second_moment(records.rows, weights, step.subspace)
-            values, vectors = np.linalg.eigh(sums.add(moment, step.subspace))
-            return np.asarray((vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T / scale)
-
-        return root, 1 / scale
-
-
 @dataclass(frozen=True, kw_only=True)
 class FromNoisyGradients:
     """(Σ_s u_s u_sᵀ)^{1/2} of what was released anyway: no privacy spent.
 
-    `debias` takes out what noise adds on average, Σσ_s² in every direction; eigenvalues of the
-    sum are then raised to at least `floor` times that. `diagonal` keeps one number a coordinate,
-    not a full matrix; by default beyond 1,000 dimensions, if they stay the same at every step.
+    What noise adds on average, Σσ_s² in every direction, is taken out; eigenvalues of the sum are
+    then raised to at least `floor` times that. `diagonal` keeps one number a coordinate, not a full
+    matrix; by default beyond 1,000 dimensions, if they stay the same at every step.
     """
 
     diagonal: bool | None = None
-    debias: bool = True
     floor: float = 3.0
     share: ClassVar[float] = 0.0  # of a step's noise
 
@@ -217,16 +197,14 @@ class FromNoisyGradients:
         diagonal = self.diagonal or (self.diagonal is None and large)
         if not diagonal:
             _check_size(subspace)
-        sums = _CoordinateSum()
+        sums = CoordinateSum()
 
         def update(step: Step) -> Metric:
             u, noise = step.released, np.full(len(step.released), step.std**2)
             both = [u**2, noise] if diagonal else [np.outer(u, u), np.diag(noise)]
             total, bias = sums.add(np.stack(both), step.subspace)
             floor = self.floor * float((bias if diagonal else np.diag(bias)).mean())
-            values, vectors = total - bias if self.debias else total, None
-            if not diagonal:
-                values, vectors = np.linalg.eigh(values)
+            values, vectors = (total - bias, None) if diagonal else np.linalg.eigh(total - bias)
             return Metric(np.sqrt(np.maximum(values, floor)), vectors)
 
         return update
@@ -269,7 +247,7 @@ class GradientHistory:
         return np.asarray((a.T * singular) @ a)
 
 
-class _CoordinateSum:
+class CoordinateSum:
     """A sum of k × k matrices, or of stacks of them, that goes along when the subspace turns."""
 
     def __init__(self) -> None:
@@ -284,19 +262,6 @@ class _CoordinateSum:
             self._total = turn @ self._total @ turn.T
         self._total = self._total + matrix
         return self._total
-
-
-def _second_moment(rows: Rows, weights: Array, subspace: Subspace) -> Array:
-    """Σ_i (Vᵀg_i)(Vᵀg_i)ᵀ of the clipped gradients g_i = w_i ⊗ x̄_i, or of units' sums, (k, k)."""
-    if subspace.copies > 1:
-        projected = rows.margins(subspace.basis.T)
-        embedded = np.hstack([column[:, None] * projected for column in weights.T])
-    else:
-        blocks = subspace.basis.reshape(weights.shape[1], rows.width, -1)
-        pairs = zip(weights.T, blocks, strict=True)
-        embedded = sum(column[:, None] * rows.margins(block.T) for column, block in pairs)
-    embedded = rows.added_up(embedded)
-    return np.asarray(embedded.T @ embedded)
 
 
 def _check_size(subspace: Subspace) -> None:

@@ -62,8 +62,7 @@ class Rows:
 
     def combine(self, weights: Array) -> Array:
         """weightsᵀ X̄, (c, width)."""
-        is_sparse = sparse.issparse(self.x)
-        sums = np.asarray((self.x.T @ weights).T if is_sparse else weights.T @ self.x)
+        sums: Array = np.asarray((self.x.T @ weights).T)
         return np.hstack([sums, weights.sum(0)[:, None]]) if self.intercept else sums
 
     def clipped_weights(self, derivatives: Array, clip: float) -> Array:
@@ -79,10 +78,6 @@ class Rows:
             usable = np.isfinite(norms) & (factors >= _TINY)
             return np.where(usable[:, None], derivatives * factors[:, None], 0.0)
 
-    def added_up(self, x: Array) -> Array:
-        """(n, …) to (units, …); as it is where every record is alone."""
-        return x if self.units is None else np.asarray(self._sums @ x)
-
     def _unit_norms(self, derivatives: Array, norms: Array) -> Array:
         """At least ‖Σ_i D_i ⊗ x̄_i‖ of each unit: as computed, or the sum of norms if that is less.
 
@@ -94,12 +89,7 @@ class Rows:
         together = (self._sums @ norms) * (1 + (most + 8) * _UNIT)
         squares = np.zeros(len(together))
         for column in derivatives.T:
-            if sparse.issparse(self.x):
-                sums = self._sums @ self.x.multiply(column[:, None]).tocsr()
-                squares += np.asarray(sums.multiply(sums).sum(1)).ravel()
-            else:
-                sums = self._sums @ (column[:, None] * self.x)
-                squares += np.einsum("ij,ij->i", sums, sums)
+            squares += _row_squares(self._sums.multiply(column).tocsr() @ self.x)
             squares += self.intercept * (self._sums @ column) ** 2
         computed = _rounded_up(squares, self.width * derivatives.shape[1])
         computed += (2 * most + 32) * _UNIT * together
@@ -109,12 +99,13 @@ class Rows:
 def norm_bounds(x: Features, *, intercept: bool = False) -> Array:
     """At least the norm of each row, (n,), with or without a constant column."""
     with np.errstate(all="ignore"):
-        squares = (
-            x.multiply(x).sum(1)
-            if sparse.issparse(x)
-            else np.einsum("ij,ij->i", x, x)  # no copy of the table
-        )
-        return _rounded_up(np.asarray(squares).ravel() + intercept, x.shape[1] + intercept)
+        return _rounded_up(_row_squares(x) + intercept, x.shape[1] + intercept)
+
+
+def _row_squares(x: Features) -> Array:
+    if sparse.issparse(x):
+        return np.asarray(x.multiply(x).sum(1)).ravel()
+    return np.asarray(np.einsum("ij,ij->i", x, x))  # no copy of the table
 
 
 def _emptied(x: Features, where: NDArray[np.bool_]) -> Features:

@@ -1,17 +1,22 @@
-"""Features on a common scale, by public numbers only: bounds that you know, or public rows.
-Whatever is fitted here sees no private record, and is then applied to each record by itself.
+"""Features on a common scale, and thermometers of them: whether a number exceeds cut points.
+
+By public numbers only: known ones, public rows, or what was paid for on the same ledger
+(`dpspan.private_quantiles`). Whatever is fitted here sees no private record, and is then applied to
+each record by itself.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import sparse
 from sklearn.preprocessing import StandardScaler
 
-from dpspan.convex.cuts import CutPoints
 from dpspan.convex.rows import Array, Features, norm_bounds
-from dpspan.support.checks import check_number, expect, shown
+from dpspan.support.checks import check_count, check_number, expect, shown
+
+Cuts: TypeAlias = int | Mapping[int, Sequence[float]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,22 +27,23 @@ class Preparation:
     scale: Array | float = 1.0
     limit: float = np.inf
     row_norm: float | None = None
-    cuts: CutPoints = field(default_factory=CutPoints)
+    cuts: tuple[tuple[int, Array], ...] = ()  # points of a column, one feature each
 
     def apply(self, x: Features) -> Features:
         """The records prepared, in the form they came in."""
+        is_sparse = sparse.issparse(x)
         with np.errstate(all="ignore"):  # warnings would be about private records
-            above = self.cuts.exceeded(x)
-            x = self._scaled_csr(x) if sparse.issparse(x) else self._scaled(x)
-            if above.size and sparse.issparse(x):
-                x = sparse.hstack((x, above), format="csr")
-            elif above.size:
-                x = np.hstack((x, above))
+            prepared: Features = self._scaled_csr(x) if is_sparse else self._scaled(x)
+            if self.cuts:
+                compared = x[:, [column for column, points in self.cuts for _ in points]]
+                dense = compared.toarray() if is_sparse else compared
+                above = dense > np.concatenate([points for _, points in self.cuts])
+                both = (prepared, above.astype(np.float64))
+                prepared = sparse.hstack(both, format="csr") if is_sparse else np.hstack(both)
             if self.row_norm is not None:
-                factors = np.minimum(1.0, self.row_norm / norm_bounds(x))
-                by_row = factors[:, None]
-                x = x.multiply(by_row).tocsr() if sparse.issparse(x) else x * by_row
-            return x
+                by_row = np.minimum(1.0, self.row_norm / norm_bounds(prepared))[:, None]
+                prepared = prepared.multiply(by_row).tocsr() if is_sparse else prepared * by_row
+            return prepared
 
     def _scaled(self, x: Array) -> Array:
         if np.any(self.shift) or np.any(np.not_equal(self.scale, 1.0)):  # else spare a copy
@@ -123,3 +129,31 @@ def scaling_of(given: str | Scaling | None) -> Scaling | None:
             "them without noise."
         )
     return given
+
+
+def cut_points(given: Cuts, features: int, public: Features | None) -> tuple[Any, ...]:
+    """For `Preparation`: those in {column: points}, or so many quantiles of each public column.
+
+    A public column of two values or fewer has none.
+    """
+    if isinstance(given, Mapping):
+        known = all(column in range(features) for column in given)
+        expect(known, f"cuts of columns 0 to {features - 1}", sorted(given)[-1:])
+        found = {column: np.unique(np.asarray(given[column], dtype=float)) for column in given}
+        finite = all(np.isfinite(points).all() for points in found.values())
+        expect(finite, "cuts at finite numbers", given)
+    elif given is None:
+        return ()
+    elif public is None:
+        raise ValueError(
+            "Cut points are quantiles of public rows: pass public=X_pub to fit, or give cuts="
+            "{column: points}, known or paid for by dpspan.private_quantiles(..., ledger=...)."
+        )
+    else:
+        shares, found = np.arange(1, check_count("cuts", given) + 1) / (given + 1), {}
+        rows = public.toarray() if sparse.issparse(public) else public
+        for column, values in enumerate(rows.T):
+            points = np.unique(np.quantile(values, shares, method="lower"))
+            if len(np.unique(values)) > 2:
+                found[column] = points[points < values.max()]
+    return tuple((column, points) for column, points in found.items() if len(points))

@@ -13,7 +13,7 @@ moves no more than what was clipped. A V, of public rows and released weights, c
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from scipy import linalg
@@ -79,12 +79,10 @@ Subspace: TypeAlias = Whole | Span
 class SubspaceOracle(Protocol):
     """Configuration of where noise is drawn; frozen and public."""
 
+    turns: ClassVar[bool] = False  # whether it is found anew at every step
+
     def find(self, public: Records | None, weights: Array) -> Subspace:
         """The subspace for a step at these (released) weights."""
-
-    def due(self, step: int) -> bool:
-        """Whether to find it anew at this step, counted from 0."""
-        return step == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +97,15 @@ Everything = WholeSpace  # its name in 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublicFeatures(SubspaceOracle):
-    """The top `rank` principal directions of the public rows, for each output."""
-
+class _OfPublicRows(SubspaceOracle):
     rank: int = 50
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
+
+
+class PublicFeatures(_OfPublicRows):
+    """The top `rank` principal directions of the public rows, for each output."""
 
     def find(self, public: Records | None, weights: Array) -> Subspace:
         rows = required(public, "PublicFeatures").rows
@@ -113,23 +113,14 @@ class PublicFeatures(SubspaceOracle):
         return Span(basis, copies=len(weights) // rows.width)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicGradients(SubspaceOracle):
-    """The top `rank` directions of the gradients of labelled public rows, every `refresh` steps."""
+class PublicGradients(_OfPublicRows):
+    """The top `rank` directions of the gradients of labelled public rows, anew at every step."""
 
-    rank: int = 50
-    refresh: int = 1
-
-    def __post_init__(self) -> None:
-        check_count("rank", self.rank)
-        check_count("refresh", self.refresh)
+    turns = True
 
     def find(self, public: Records | None, weights: Array) -> Subspace:
         known = required(public, "PublicGradients", labels=True)
         return Span(_top_directions(known.rows, known.derivatives(weights), self.rank))
-
-    def due(self, step: int) -> bool:
-        return step % self.refresh == 0
 
 
 def _top_directions(rows: Rows, derivatives: Array, rank: int) -> Array:

@@ -194,9 +194,8 @@ class PrivateFit:
         """Those of the next batch; whether it is the last one, after which a step is due."""
         last = False
         while not last:
-            position = self._loader.position
             for batch in self._running:
-                last = self._loader.position > position
+                last = self._loader.last_piece
                 yield batch, last
                 break
             else:
@@ -234,7 +233,6 @@ class PrivateFit:
 
     @staticmethod
     def saved_in(folder: str | Path | None) -> Mapping[str, Any] | None:
-        """What `save` wrote."""
         return None if folder is None else load_file(Path(folder, _STATE), _KEYS)
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 _LONGEST = 60  # of a text that may be shown
 
 
-def expect(holds: bool, what: str, value: Any) -> None:
-    """ValueError naming `what` was expected, unless it holds."""
+def expect(holds: bool, what: str, value: Any, cure: str = "") -> None:
+    """ValueError naming `what` was expected, and what to do, unless it holds."""
     if not holds:
-        raise ValueError(f"Expected {what}, got {shown(value)}.")
+        raise ValueError(f"Expected {what}, got {shown(value)}. {cure}".rstrip())
 
 
 def shown(value: Any) -> str:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpspan.support.processes import told_of_others
+
 Note = tuple[str, str]  # its kind, and what it says
 
 _APART = 1e-3  # relative: processes may round differently, but weights further apart are an error
@@ -36,13 +38,6 @@ _LATE = (
 
 def _initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _claimed() -> bool:
-    """Whether there are several, by what torchrun puts into the environment."""
-    told = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
-    size, rank = (int(number) if number.isdecimal() else 0 for number in told)
-    return size > 1 or rank > 0
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -89,9 +84,9 @@ class Processes:
     @classmethod
     def of_torchrun(cls) -> Self:
         """Those that torchrun started, which get to know each other here; this one without it."""
-        if _claimed() and torch.cuda.is_available():
+        if told_of_others() and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if _claimed() and not _initialised():
+        if told_of_others() and not _initialised():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return cls.of_this_run()
 
@@ -100,7 +95,7 @@ class Processes:
         """Those of the group, by default all that torch.distributed knows."""
         if group is None and _initialised():
             group = dist.group.WORLD
-        if group is None and _claimed():
+        if group is None and told_of_others():
             raise RuntimeError(_ALONE)
         return cls(group)
 
@@ -190,7 +185,6 @@ class Processes:
             raise earlier or RuntimeError(_LOST) from lost
 
     def any(self, fact: bool) -> bool:
-        """Whether it is so in any of them."""
         if self.world > 1:
             flag = torch.tensor(int(fact))
             with self.connected():
@@ -199,7 +193,6 @@ class Processes:
         return fact
 
     def same(self, value: Any) -> Any:
-        """The first process's value."""
         if self.world == 1:
             return value
         box = [value]
@@ -208,7 +201,6 @@ class Processes:
         return box[0]
 
     def all_of(self, value: Any) -> list[Any]:
-        """Every process's value."""
         values = [value] * self.world
         if self.world > 1:
             with self.connected():

@@ -1,17 +1,19 @@
-"""What one process does alone is refused in several: a fit of a table, a choice, a comparison.
-
-Each would draw noise of its own from all records, write a ledger of its own, and know nothing of
-the others' releases: no certificate would hold for what they make together.
-"""
+"""What one process does alone is refused in several: a fit of a table, a choice, a comparison."""
 
 import os
 import sys
 
 
+def told_of_others() -> bool:
+    """Whether there are others, by what torchrun puts into the environment."""
+    told = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
+    size, rank = (int(number) if number.isdecimal() else 0 for number in told)
+    return size > 1 or rank > 0
+
+
 def refuse_several_processes() -> None:
     """RuntimeError in a process that is one of several, by torch.distributed or by torchrun."""
-    size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    several = (size.isdecimal() and int(size) > 1) or (rank.isdecimal() and int(rank) > 0)
+    several = told_of_others()
     distributed = sys.modules.get("torch.distributed")  # a fit of a table needs no torch
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         several = several or distributed.get_world_size() > 1

@@ -34,7 +34,6 @@ class SecureGenerator:
         return (words.astype(np.float64) + 0.5) * 2.0**-52
 
     def integers(self, high: int, *, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """From 0 to below `high`."""
         return (self.random(size) * high).astype(np.int64)
 
     def standard_normal(self, size: Any = None, *, out: Floats | None = None) -> Floats:

@@ -28,16 +28,13 @@ class Units:
 
     @classmethod
     def of(cls, ids: Any, most: int, *, records: int, name: str = "unit") -> Self:
-        """By one id for each of so many records."""
         if isinstance(ids, cls) and len(ids.owners) == records:
             return ids
         most = check_count(f"records_per_{name.removesuffix('s')}", most)
         sized = hasattr(ids, "__len__") and not isinstance(ids, str | bytes | dict)
         expect(sized, f"{name} to hold one id for each record, or to be a function of one", ids)
-        if len(ids) != records:
-            raise ValueError(
-                f"Expected one id in {name} for each of the {records} records, got {len(ids)}."
-            )
+        each_one = f"one id in {name} for each of the {records} records"
+        expect(len(ids) == records, each_one, len(ids))
         listed = ids.tolist() if hasattr(ids, "tolist") else ids
         plain = [_plain(each, place, name) for place, each in enumerate(listed)]
         if len({isinstance(each, str) for each in plain}) > 1:
