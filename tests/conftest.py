@@ -66,8 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [
             item
             for item in items
-            if item.path.stem not in NUMERIC
-            or zlib.crc32(item.nodeid.encode()) % parts == part - 1
+            if item.path.stem not in NUMERIC or zlib.crc32(item.nodeid.encode()) % parts == part - 1
         ]
 
 

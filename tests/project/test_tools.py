@@ -57,13 +57,18 @@ def test_every_machine_may_run_everything(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_parts_are_disjoint_and_all_there() -> None:
-    everything = [SimpleNamespace(nodeid=f"test[{n}]", path=Path("test.py")) for n in range(60)]
+    def item(name: str, file: str) -> Any:
+        return SimpleNamespace(nodeid=name, path=Path(file), add_marker=lambda _: None)
+
+    everything = [item(f"test[{n}]", "test_gep.py") for n in range(60)]
+    other = item("other", "test_files.py")  # in every part
     taken: list[Any] = []
     for part in ("1/3", "2/3", "3/3"):
-        items = list(everything)
+        items = [*everything, other]
         config = SimpleNamespace(getoption=lambda _, part=part: part)
         conftest.pytest_collection_modifyitems(config, items)
         assert len(items) > 5
+        items.remove(other)
         taken += items
     assert sorted(item.nodeid for item in taken) == sorted(item.nodeid for item in everything)
 
