@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
 .PHONY: setup demo test test-all test-machines test-gpu coverage dist lint types docs reference screenshots \
-	results experiment bench clean
+	results experiment bench notebooks clean
 
 setup: .venv/.ready
 
@@ -69,6 +69,10 @@ runs/demo/report.html:
 # docs/reference/configuration.md and commands.md, from the code
 reference: setup
 	$(BIN)/python tools/reference.py docs/reference
+
+# Runs the notebooks of docs/tutorials and keeps their output
+notebooks: setup
+	$(BIN)/python tools/notebooks.py
 
 screenshots: setup runs/demo/report.html
 	$(BIN)/python tools/screenshots.py runs/demo/report.html docs
