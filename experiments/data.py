@@ -37,6 +37,11 @@ class Data:
     classes: int
 
     @property
+    def outputs(self) -> int:
+        """Of a model for a sample."""
+        return self.classes
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of one sample."""
         return tuple(self.private.x.shape[1:])
