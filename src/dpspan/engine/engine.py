@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.certificate import certificate, write_certificate
+from dpspan.accounting.certificate import write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import begin
@@ -21,9 +21,7 @@ from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
-from dpspan.support.errors import CaptureError
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,8 +46,8 @@ class PrivacyEngine:
         processes: ProcessGroup | None = None,
         secure_mode: bool = False,
     ) -> None:
-        none = "no debug_seed, which says what to draw, beside secure_mode"
-        expect(not secure_mode or debug_seed is None, none, debug_seed)
+        if secure_mode and debug_seed is not None:
+            raise ValueError("Expected no debug_seed, which says what to draw, beside secure_mode.")
         self.ledger = Ledger(accountant=accountant) if ledger is None else ledger
         self._seed, self._group, self._secure = debug_seed, processes, secure_mode
         if debug_seed is not None:
@@ -259,14 +257,7 @@ class PrivacyEngine:
         `dpspan.accounting.certificate.weights_sha256`. Of a sharded model it is that of the whole
         weights, which are gathered one by one: all processes must ask, before `detach`.
         """
-        run = self._running()
-        run.guard.warn_of_unknowns()
-        try:
-            run.guard.review()
-        except CaptureError as error:  # why the run is not private
-            self.ledger.invalidate(str(error))
-        training = {**run.plan.describe(), "weights_sha256": run.weights_digest()}
-        return certificate(self.ledger, delta=delta, training=training)
+        return self._running().certificate(delta)
 
     def write_certificate(self, path: str | Path, delta: float | None = None) -> Path:
         """Write `certificate()` to a file; of several processes the first one does."""

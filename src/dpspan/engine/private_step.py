@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpspan.accounting.certificate import weights_sha256
+from dpspan.accounting.certificate import certificate, weights_sha256
 from dpspan.accounting.ledger import Ledger
 from dpspan.engine.plan import Given, Plan
 from dpspan.engine.sampling import Piece, PrivateLoader
@@ -279,6 +279,16 @@ class PrivateRun:
         """A saved state was loaded: weights may be others, and processes are compared again."""
         self.guard.forget_weights()
         self._steps = 0
+
+    def certificate(self, delta: float | None) -> dict[str, Any]:
+        """What was spent and how; why it is not private, if a last look tells so."""
+        self.guard.warn_of_unknowns()
+        try:
+            self.guard.review()
+        except CaptureError as error:
+            self._ledger.invalidate(str(error))
+        training = {**self.plan.describe(), "weights_sha256": self.weights_digest()}
+        return certificate(self._ledger, delta=delta, training=training)
 
     def weights_digest(self) -> str:
         """Of the weights now, or as the run left them."""
