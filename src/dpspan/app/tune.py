@@ -36,7 +36,6 @@ from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.accounting.questions import private_metric
 from dpspan.app.config import Config, load_config
 from dpspan.app.config.methods import ConvexSection
-from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, measured, outputs_on
@@ -183,11 +182,9 @@ class _Search:
         elif folder.certified:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         folder.refuse_lost_ledger()
-        kept = folder.kept_features(wanted=goes_on and config.features is not None)
-        self._columns = frozen_columns(config, folder, pays=True)
-        self._parts = parts = make_parts(config, features=kept, columns=self._columns)
-        folder.keep_columns(self._columns)
-        if parts.layer is not None and kept is None:
+        self._parts = parts = make_parts(config, folder, goes_on=goes_on, pays=True)
+        folder.keep_columns(parts.columns)
+        if parts.layer is not None and not goes_on:
             parts.layer.save(folder.features)
         choosing = config.choose is not None
         self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
@@ -304,8 +301,8 @@ class _Search:
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
         training = {**told["training"], "tuning": about}
-        if self._columns is not None:
-            training["preprocessing"] = self._columns.summary()
+        if self._parts.columns is not None:
+            training["preprocessing"] = self._parts.columns.summary()
         document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}

@@ -107,7 +107,7 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
         same = weights_sha256(_weights(folder.model)) == weights
         yield Check(name="weights", holds=same, detail=_told(same, "model.safetensors"))
     if (columns := found.training.get("preprocessing")) is not None:
-        there = read_json(folder.preprocessing) if folder.preprocessing.exists() else None
+        there = read_json(folder.preprocessing, None)
         same = sha256_of(there) == columns["sha256"]
         yield Check(name="columns", holds=same, detail=_told(same, folder.preprocessing.name))
     digest = None if found.digests is None else found.digests.configuration

@@ -144,7 +144,6 @@ def choose_command(
         cure = "Add one, such as `choose: {epsilon: 0.1}`, or look at a table by --unprivate-rank"
         raise ValueError(f"{config} has no `choose` section. {cure}, which is not private.")
     from dpspan.app.run import RunFolder
-    from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import chosen_public, make_parts
 
     folder = RunFolder(settings.output.folder)
@@ -153,7 +152,7 @@ def choose_command(
 
         from dpspan.choose.gsd import LOOKED_AT, rank_public
 
-        parts = make_parts(settings, columns=frozen_columns(settings, folder))
+        parts = make_parts(settings, folder)
         with folder.locked():
             folder.warn(LOOKED_AT)  # on record before anybody sees the table
         data, seed = (parts.private.tensors, parts.public), settings.training.seed
@@ -162,8 +161,7 @@ def choose_command(
         return
     with folder.locked():
         folder.refuse_lost_ledger()
-        columns = frozen_columns(settings, folder, pays=True)
-        choice = chosen_public(settings, make_parts(settings, columns=columns), folder)
+        choice = chosen_public(settings, make_parts(settings, folder, pays=True), folder)
     made = f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}"
     note = f"{choice['note']} `dpspan train {config}` uses it, and pays for it."
     answer(choice, made, as_json=as_json, quiet=quiet, note=note)
