@@ -137,7 +137,6 @@ def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> Non
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:
-    """Where a run is kept."""
     return out / _slug(name) / f"seed-{seed}"
 
 

@@ -13,7 +13,6 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config
 from dpspan.app.run.folder import RunFolder, identity, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
-from dpspan.app.run.task import FixedNoise
 from dpspan.app.run.training import Training, noise_for
 from dpspan.audit.step import Prepared
 from dpspan.engine.sampling import PoissonDraw
@@ -54,12 +53,8 @@ class Rehearsal:
         self.task = replace(task, cuda_graphs=False)
         digest = sha256_of(config.fixed())
         made, z = identity(read_json(folder.certificate, {}))
-        if made == digest:  # a run that may have spent some of its ε on a choice, or on a search
-            self._z = z
-        elif isinstance(task.budget, FixedNoise):
-            self._z = task.budget.noise_multiplier
-        else:
-            self._z = noise_for(task, self._contender, records)
+        # A run that was made may have spent some of its ε on a choice, or on a search.
+        self._z = z if made == digest else noise_for(task, self._contender, records)
         self.folder, self.of = folder, [digest, self._z]
         self._seed, self._rate = config.training.seed, task.sample_rate
         draw = PoissonDraw.one_pass(records=records, sample_rate=self._rate)
