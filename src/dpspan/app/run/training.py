@@ -140,7 +140,7 @@ class Training:
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model as it is measured: with averaged weights, if any are."""
-        plain = self.contender.average_weights is None or not self.steps
+        plain = self.contender.average_weights is None or not hasattr(self, "engine")
         return nullcontext() if plain else self.engine.averaged()
 
     def take_all_steps(self, *, forgiving: bool = False) -> bool:
