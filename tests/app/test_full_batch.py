@@ -165,7 +165,7 @@ def test_what_they_cannot_do(folder: Path) -> None:
         described(folder, "projected")
     Path("c.yaml").write_text(yaml.safe_dump(settings(folder, method={"name": "adagrad"})))
     refused = {
-        "tune c.yaml": "the method adagrad in one fit: search its learning rate by `dpspan advise`",
+        "tune c.yaml": "the method adagrad in one fit: settle the hyperparameters by `dpspan",
         "audit step c.yaml": "convex methods are for `dpspan train`, `compare` and `advise`",
     }
     for command, reason in refused.items():

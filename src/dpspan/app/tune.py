@@ -90,23 +90,16 @@ def tune(
     """
     refuse_several_processes()
     config = config if isinstance(config, Config) else load_config(config)
-    if config.data.unit is not None:
-        raise ValueError(
-            "`dpspan tune` protects records, and data.unit asks for units of several: search by "
-            "`dpspan advise`, or settle the hyperparameters otherwise, and train."
-        )
-    if isinstance(config.method, ConvexSection):
-        raise ValueError(
-            f"`dpspan tune` trains step by step, and the method {config.method.name} in one fit: "
-            "search its learning rate by `dpspan advise`, or on public rows, and train."
-        )
-    if config.data.target is not None:
-        raise ValueError("`dpspan tune` compares accuracies, which data.target has not: train.")
-    if config.evaluate.noise_multiplier is not None:
-        raise ValueError(
-            "`dpspan tune` releases no accuracy of test records: leave evaluate.noise_multiplier "
-            "out, or train with the settings that it finds."
-        )
+    convex, noise = isinstance(config.method, ConvexSection), config.evaluate.noise_multiplier
+    unfit = {
+        "protects records, and data.unit asks for units of several": config.data.unit is not None,
+        f"trains step by step, and the method {config.method.name} in one fit": convex,
+        "compares accuracies, which data.target has not": config.data.target is not None,
+        "releases no accuracy of tests (leave evaluate.noise_multiplier out)": noise,
+    }
+    if why := next((why for why, holds in unfit.items() if holds), None):
+        cure = "settle the hyperparameters by `dpspan advise` or on public rows, and train"
+        raise ValueError(f"`dpspan tune` {why}: {cure}.")
     budget = config.budget
     epsilon = budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)
     if epsilon is None:
