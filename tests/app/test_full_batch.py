@@ -85,6 +85,12 @@ def test_what_it_costs_is_certified(folder: Path) -> None:
         train(described(folder, "adagrad"))
 
 
+def test_averages_of_weights_are_of_steps(folder: Path) -> None:
+    """All steps of a fit are one release: `average_weights` has no meaning, nor has `epochs`."""
+    training = {**settings(folder)["training"], "average_weights": 0.9}
+    assert train(described(folder, "gd", training=training)).status == "finished"
+
+
 def test_a_number_of_records_that_is_not_stated_is_told(folder: Path) -> None:
     data = table(folder, 2)
     del data["records"]
@@ -159,7 +165,7 @@ def test_what_they_cannot_do(folder: Path) -> None:
         described(folder, "projected")
     Path("c.yaml").write_text(yaml.safe_dump(settings(folder, method={"name": "adagrad"})))
     refused = {
-        "tune c.yaml": "the method adagrad in one fit: search its learning rate by `dpspan advise`",
+        "tune c.yaml": "the method adagrad in one fit: settle the hyperparameters by `dpspan",
         "audit step c.yaml": "convex methods are for `dpspan train`, `compare` and `advise`",
     }
     for command, reason in refused.items():

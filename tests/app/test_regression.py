@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_a_network_learns_numbers_step_by_step(clinic: Path) -> None:
     done = json.loads(dpspan("train", "config.yaml", "--json").stdout)
     assert done["evaluation"]["test_results"]["all"]["r2"] > 0.1
     assert 7.9 < done["epsilon"] <= 8
+
+
+def test_weights_that_grew_without_bound_are_told(clinic: Path) -> None:
+    dpspan(*BEGIN, *STEPWISE, 1)
+    text = Path("config.yaml").read_text()
+    Path("config.yaml").write_text(re.sub(r"learning_rate: [\d.e-]+", "learning_rate: 1e30", text))
+    done = json.loads(dpspan("train", "config.yaml", "--json").stdout)
+    assert done["status"] == "diverged"
+    measured = done["evaluation"]["test_results"]["all"]
+    assert measured["root_mean_squared_error"] is None
+    assert json.loads(Path("runs/first/run.json").read_text())["status"] == "diverged"
 
 
 def test_onnx_gives_numbers_in_their_units(clinic: Path) -> None:

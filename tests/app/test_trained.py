@@ -152,9 +152,8 @@ def test_every_kind_of_run(folder: Path) -> None:
     train(config(folder, budget=NOISY, features=features, output={"folder": "patches"}))
     run = dpspan.load_run("patches")
     x = torch.as_tensor(np.load("digits.npz")["x_test"], dtype=torch.float32)[:, None] / 255
-    parts = make_parts(
-        config(folder, budget=NOISY, features=features), features=RunFolder("patches").features
-    )
+    settings = config(folder, budget=NOISY, features=features)
+    parts = make_parts(settings, RunFolder("patches"), goes_on=True)
     assert parts.test is not None
     trained = run.model[1]  # behind the frozen layer
     expected = trained(parts.test.tensors[0]).softmax(1).detach().numpy()

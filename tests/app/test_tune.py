@@ -290,7 +290,7 @@ def test_units_are_refused_by_name(folder: Path) -> None:
 
 def test_what_it_cannot_do_is_refused_before_anything_is_paid(folder: Path) -> None:
     linear = {"model": {"name": "logistic"}, "method": {"name": "adagrad"}}
-    with pytest.raises(ValueError, match=r"the method adagrad in one fit: search its learning"):
+    with pytest.raises(ValueError, match=r"the method adagrad in one fit: settle the hyper"):
         tune(config(folder, budget=BUDGET, **linear))
     with pytest.raises(ValueError, match=r"leave evaluate\.noise_multiplier out"):
         data = settings(folder)["data"] | {"test_is_public": False}

@@ -58,7 +58,7 @@ def test_a_run_trains_what_follows_the_layer(folder: Path) -> None:
     names = {detail: record["name"] for detail, record in public.items()}
     assert names == {"PatchFeatures": "optin", "measured on": "test"}
     record = public["PatchFeatures"]
-    parts = make_parts(config(folder, features=PATCHES, budget=NOISY), features=run.features)
+    parts = make_parts(config(folder, features=PATCHES, budget=NOISY), run, goes_on=True)
     assert record["sha256"] == parts.layer.public.digest
     # What is in the folder is the whole model.
     plain = make_parts(config(folder, budget=NOISY))

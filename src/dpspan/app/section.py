@@ -61,7 +61,8 @@ class BuiltSection(Section):
     of_the_file: ClassVar[tuple[str, ...]] = ("name", "public")  # keys that are no arguments
 
     def arguments(self) -> dict[str, Any]:
-        return {key: value for key, value in self if key not in self.of_the_file}
+        given = {key: value for key, value in self if key not in self.of_the_file}
+        return {k: v.built() if isinstance(v, BuiltSection) else v for k, v in given.items()}
 
     def built(self, **more: Any) -> Any:
         """What the section describes, with more arguments, or others."""

@@ -118,10 +118,10 @@ def load_run(path: str | Path) -> TrainedRun:
     if stated not in (None, weights_sha256(model.state_dict())):  # ε is of those, and of no others
         other = f"is not the model that {folder.certificate.name} is about"
         raise ValueError(f"{folder.model} {other}: restore the one that was trained.")
-    layer = folder.kept_features(wanted=config.features is not None)
-    if layer is not None and config.features is not None:
-        model = nn.Sequential(FEATURES[config.features.name].load(layer), model)
-    found = read_json(folder.evaluation) if folder.evaluation.exists() else {}
+    if config.features is not None:
+        layer = FEATURES[config.features.name].load(folder.kept_features)
+        model = nn.Sequential(layer, model)
+    last = next(iter(read_lines(folder.metrics)[-1:]), {})
     return TrainedRun(
         folder=folder.path,
         config=config,
@@ -132,5 +132,5 @@ def load_run(path: str | Path) -> TrainedRun:
         epsilon=float(certificate["epsilon"]),
         delta=float(certificate["delta"]),
         preprocessing=frozen_columns(config, folder),
-        metrics={**next(iter(read_lines(folder.metrics)[-1:]), {}), **found},
+        metrics={**last, **read_json(folder.evaluation, {})},
     )

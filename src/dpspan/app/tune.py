@@ -36,7 +36,6 @@ from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.accounting.questions import private_metric
 from dpspan.app.config import Config, load_config
 from dpspan.app.config.methods import ConvexSection
-from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, measured, outputs_on
@@ -91,23 +90,16 @@ def tune(
     """
     refuse_several_processes()
     config = config if isinstance(config, Config) else load_config(config)
-    if config.data.unit is not None:
-        raise ValueError(
-            "`dpspan tune` protects records, and data.unit asks for units of several: search by "
-            "`dpspan advise`, or settle the hyperparameters otherwise, and train."
-        )
-    if isinstance(config.method, ConvexSection):
-        raise ValueError(
-            f"`dpspan tune` trains step by step, and the method {config.method.name} in one fit: "
-            "search its learning rate by `dpspan advise`, or on public rows, and train."
-        )
-    if config.data.target is not None:
-        raise ValueError("`dpspan tune` compares accuracies, which data.target has not: train.")
-    if config.evaluate.noise_multiplier is not None:
-        raise ValueError(
-            "`dpspan tune` releases no accuracy of test records: leave evaluate.noise_multiplier "
-            "out, or train with the settings that it finds."
-        )
+    convex, noise = isinstance(config.method, ConvexSection), config.evaluate.noise_multiplier
+    unfit = {
+        "protects records, and data.unit asks for units of several": config.data.unit is not None,
+        f"trains step by step, and the method {config.method.name} in one fit": convex,
+        "compares accuracies, which data.target has not": config.data.target is not None,
+        "releases no accuracy of tests (leave evaluate.noise_multiplier out)": noise,
+    }
+    if why := next((why for why, holds in unfit.items() if holds), None):
+        cure = "settle the hyperparameters by `dpspan advise` or on public rows, and train"
+        raise ValueError(f"`dpspan tune` {why}: {cure}.")
     budget = config.budget
     epsilon = budget.epsilon if epsilon is None else check_positive("epsilon", epsilon)
     if epsilon is None:
@@ -183,11 +175,9 @@ class _Search:
         elif folder.certified:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         folder.refuse_lost_ledger()
-        kept = folder.kept_features(wanted=goes_on and config.features is not None)
-        self._columns = frozen_columns(config, folder, pays=True)
-        self._parts = parts = make_parts(config, features=kept, columns=self._columns)
-        folder.keep_columns(self._columns)
-        if parts.layer is not None and kept is None:
+        self._parts = parts = make_parts(config, folder, goes_on=goes_on, pays=True)
+        folder.keep_columns(parts.columns)
+        if parts.layer is not None and not goes_on:
             parts.layer.save(folder.features)
         choosing = config.choose is not None
         self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
@@ -304,8 +294,8 @@ class _Search:
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
         training = {**told["training"], "tuning": about}
-        if self._columns is not None:
-            training["preprocessing"] = self._columns.summary()
+        if self._parts.columns is not None:
+            training["preprocessing"] = self._parts.columns.summary()
         document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}

@@ -87,7 +87,7 @@ def _document(raw: Any, found: Certificate) -> Iterator[Check]:
     yield Check(name="statements", holds=not problems, detail="; ".join(problems) or "consistent")
     if found.digests is not None:
         same = found.digests.ledger == sha256_of(_events(raw))
-        yield Check(name="events", holds=same, detail=_told(same, "the digest of the events"))
+        yield _compared("events", same, "the digest of the events")
 
 
 def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
@@ -96,7 +96,7 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
         state = read_json(folder.ledger)
         same = _events(state) == _events(raw) and {*state["warnings"]} <= {*found.warnings}
         same = same and Ledger.from_state(state).adjacency == found.adjacency
-        yield Check(name="ledger", holds=same, detail=_told(same, "ledger.json"))
+        yield _compared("ledger", same, "ledger.json")
     else:
         yield Check(name="ledger", holds=None, detail="there is no ledger.json of one run here")
     weights = found.training.get("weights_sha256")
@@ -105,11 +105,10 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
         yield Check(name="weights", holds=None, detail=missing)
     else:
         same = weights_sha256(_weights(folder.model)) == weights
-        yield Check(name="weights", holds=same, detail=_told(same, "model.safetensors"))
+        yield _compared("weights", same, "model.safetensors")
     if (columns := found.training.get("preprocessing")) is not None:
-        there = read_json(folder.preprocessing) if folder.preprocessing.exists() else None
-        same = sha256_of(there) == columns["sha256"]
-        yield Check(name="columns", holds=same, detail=_told(same, folder.preprocessing.name))
+        same = sha256_of(read_json(folder.preprocessing, None)) == columns["sha256"]
+        yield _compared("columns", same, folder.preprocessing.name)
     digest = None if found.digests is None else found.digests.configuration
     given = {}
     if folder.run.exists():
@@ -120,12 +119,12 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
         yield Check(name="configuration", holds=None, detail="no configuration is named, or here")
         return
     for name, settings in given.items():
-        same = sha256_of(settings) == digest
-        yield Check(name="configuration", holds=same, detail=_told(same, name))
+        yield _compared("configuration", sha256_of(settings) == digest, name)
 
 
-def _told(same: bool, what: str) -> str:
-    return f"{what} agrees" if same else f"{what} does not belong to this certificate"
+def _compared(name: str, same: bool, what: str) -> Check:
+    said = "agrees" if same else "does not belong to this certificate"
+    return Check(name=name, holds=same, detail=f"{what} {said}")
 
 
 def _events(document: Any) -> list[dict[str, Any]]:

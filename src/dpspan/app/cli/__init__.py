@@ -10,8 +10,6 @@ from dpspan.app.cli import auditing as auditing
 from dpspan.app.cli import comparing as comparing
 from dpspan.app.cli import init as init
 from dpspan.app.cli import runs as runs
-from dpspan.app.cli import tuning as tuning
-from dpspan.app.cli import using as using
 from dpspan.app.cli.app import app as app
 
 

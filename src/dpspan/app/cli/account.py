@@ -68,13 +68,7 @@ def _rates(
 
 
 def _row(
-    q: float,
-    epsilon: float | None,
-    z: float | None,
-    epochs: int | None,
-    *,
-    delta: float,
-    accountant: str,
+    q: float, epsilon: Any, z: Any, epochs: Any, *, delta: float, accountant: str
 ) -> dict[str, Any]:
     """One setting; that of ε, noise multiplier and epochs which is None is computed."""
     from dpspan.accounting.epsilon import account
@@ -84,12 +78,9 @@ def _row(
     if epochs is not None:
         check_count("--epochs", epochs)
     if z is None:
-        assert epsilon is not None
-        assert epochs is not None
         z = dpspan.calibrate(epsilon, delta, q, epochs * an_epoch, accountant=accountant)
     step = step_event(z, q)
     if epochs is None:
-        assert epsilon is not None
         most = dpspan.Budget(epsilon=epsilon, delta=delta).epsilon
         epochs = _largest(
             lambda n: account([(step, n * an_epoch)], delta, accountant).epsilon <= most

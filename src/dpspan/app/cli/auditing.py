@@ -125,7 +125,6 @@ def membership(
     check_exists(run)
     from dpspan.app.config import load_config
     from dpspan.app.run import RunFolder
-    from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import make_parts
     from dpspan.app.run.models import load_weights
     from dpspan.audit import membership_inference
@@ -139,9 +138,7 @@ def membership(
             "records by. Audit what `dpspan train` makes of that configuration: one more release."
         )
     settings = load_config(folder.config)
-    kept = folder.kept_features(wanted=settings.features is not None)
-    columns = frozen_columns(settings, folder)
-    parts = make_parts(settings, features=kept, columns=columns)
+    parts = make_parts(settings, folder, goes_on=True)
     if parts.test is None:
         others = f"others of the same kind: name such data under data.test of {folder.config}"
         raise ValueError(f"The attack compares private records with {others}.")

@@ -124,9 +124,8 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         if folder.choice.exists():
             folder.refuse_lost_ledger()
         begun = is_comparison(to) or folder.features.exists()
-        kept = folder.kept_features(wanted=begun and first.features is not None)
-        parts = make_parts(first, features=kept)
-        if parts.layer is not None and kept is None:
+        parts = make_parts(first, folder, goes_on=begun)
+        if parts.layer is not None and not begun:
             parts.layer.save(folder.features)
         if chooser is not None:
             if not folder.choice.exists():

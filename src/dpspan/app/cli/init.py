@@ -14,6 +14,7 @@ import typer
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists
 from dpspan.support.checks import spelt_otherwise
+from dpspan.support.files import replacing
 
 _Keys = dict[str, Any]
 _LIKE_AN_ID = re.compile(  # patient_id, user-uuid, SSN, patientID; neither grid nor valid
@@ -108,10 +109,8 @@ def _write(out: Path, facts: _Keys, numbers: _Keys, columns: _Keys) -> None:
     flow["columns"] = [_flow({name: keys})[1:-1] for name, keys in columns.items()]
     text = Template(source, undefined=StrictUndefined, **kept).render(flow | numbers)
     parse_config(text, name=str(out))
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(f"Cannot write {out}: {error.strerror or error}.") from error
+    with replacing(out, what="the configuration") as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _classes(text: str | None) -> int | list[str] | None:

@@ -1,7 +1,9 @@
-"""Commands about one run: `dpspan train`, `choose`, `report` and `verify`."""
+"""Commands about one run: `dpspan train`, `choose`, `report`, `verify`, `predict` and `export`."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import signal
 from contextlib import ExitStack
@@ -13,10 +15,13 @@ import typer
 from rich.console import Console
 
 from dpspan.app.cli.app import Json, Quiet, answer, app, check_exists, four_digits, say
+from dpspan.support.checks import expect
+from dpspan.support.files import replacing
 
 if TYPE_CHECKING:
     from dpspan.app.run import Progress, Result
 
+_Finished = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
 _EARLY = {
     "budget spent": "as steps that an interruption lost had to be paid for",
     "diverged": "as the weights grew without bound: lower the learning rate",
@@ -144,7 +149,6 @@ def choose_command(
         cure = "Add one, such as `choose: {epsilon: 0.1}`, or look at a table by --unprivate-rank"
         raise ValueError(f"{config} has no `choose` section. {cure}, which is not private.")
     from dpspan.app.run import RunFolder
-    from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import chosen_public, make_parts
 
     folder = RunFolder(settings.output.folder)
@@ -153,7 +157,7 @@ def choose_command(
 
         from dpspan.choose.gsd import LOOKED_AT, rank_public
 
-        parts = make_parts(settings, columns=frozen_columns(settings, folder))
+        parts = make_parts(settings, folder)
         with folder.locked():
             folder.warn(LOOKED_AT)  # on record before anybody sees the table
         data, seed = (parts.private.tensors, parts.public), settings.training.seed
@@ -162,8 +166,7 @@ def choose_command(
         return
     with folder.locked():
         folder.refuse_lost_ledger()
-        columns = frozen_columns(settings, folder, pays=True)
-        choice = chosen_public(settings, make_parts(settings, columns=columns), folder)
+        choice = chosen_public(settings, make_parts(settings, folder, pays=True), folder)
     made = f"Chosen with ε = {choice['epsilon']:g}: {choice['chosen']}"
     note = f"{choice['note']} `dpspan train {config}` uses it, and pays for it."
     answer(choice, made, as_json=as_json, quiet=quiet, note=note)
@@ -224,3 +227,63 @@ def verify_command(
     answer({**asdict(found), "holds": found.holds}, *lines, as_json=as_json)
     if not found.holds:
         raise typer.Exit(1)
+
+
+@app.command(name="predict")
+def predict_command(
+    run: _Finished,
+    data: Annotated[Path, typer.Argument(help="Records, as in training; labels are not needed.")],
+    to: Annotated[
+        Path | None, typer.Option("--out", help="A CSV file; without it they are printed.")
+    ] = None,
+    id_column: Annotated[
+        str | None, typer.Option("--id", help="A column of DATA to copy, to tell rows by.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict each record's class and probabilities, or its number; keep them as safe as DATA."""
+    check_exists(run)
+    check_exists(data)
+    from dpspan.app.trained import load_run
+
+    trained = load_run(run)
+    ids = None if id_column is None else trained.source(data).ids(id_column)
+    expect(ids is not None or not id_column, f"--id to be a column of {data}", id_column)
+    header = [id_column or "row", "prediction", *(f"p_{name}" for name in trained.classes)]
+    if trained.classes:
+        probabilities = trained.predict_proba(data)
+        both = zip(trained.named(probabilities), probabilities.round(6).tolist(), strict=True)
+        cells = [[str(name), *each] for name, each in both]
+    else:
+        cells = [[float(f"{number:.6g}")] for number in trained.predict(data)]
+    places = range(1, len(cells) + 1) if ids is None else ids
+    rows = [[place, *each] for place, each in zip(places, cells, strict=True)]
+    text, note = io.StringIO(), f"Wrote {len(rows)} predictions to {to}."
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    if to is not None:
+        with replacing(to, what="the predictions") as temporary:
+            temporary.write_text(text.getvalue(), encoding="utf-8")
+    elif not as_json:
+        typer.echo(text.getvalue(), nl=False)
+    answer({"columns": header, "rows": rows}, as_json=as_json, quiet=quiet or not to, note=note)
+
+
+@app.command(name="export")
+def export_command(
+    run: _Finished,
+    form: Annotated[str, typer.Option("--to", help="safetensors or onnx.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A folder; `export` in RUN by default.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write RUN's model for use elsewhere, with a model card; its metadata hold ε, too."""
+    check_exists(run)
+    from dpspan.app.export import export
+    from dpspan.app.trained import load_run
+
+    files = export(load_run(run), form, out)
+    note = f"Wrote {', '.join(file.name for file in files)} to {files[0].parent}."
+    answer({"files": [str(file) for file in files]}, as_json=as_json, quiet=quiet, note=note)

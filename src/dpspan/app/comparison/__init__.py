@@ -137,7 +137,6 @@ def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> Non
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:
-    """Where a run is kept."""
     return out / _slug(name) / f"seed-{seed}"
 
 
@@ -262,7 +261,7 @@ def _together(accountant: str, out: Path) -> Ledger:
 
 def _record(run: RunFolder) -> Mapping[str, Any]:
     """What a run has released: its ledger, or the certificate, which was all that 0.1 left."""
-    state: dict[str, Any] = read_json(run.ledger) if run.ledger.exists() else Ledger().state_dict()
+    state: dict[str, Any] = read_json(run.ledger, Ledger().state_dict())
     if run.ledger.exists() or not run.certificate.exists():
         return state
     document = read_json(run.certificate)

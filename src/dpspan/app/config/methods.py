@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 import dpspan
-from dpspan.app.section import (
-    BuiltSection,
-    Count,
-    Positive,
-    Section,
-    Share,
-    refuse,
-)
+from dpspan.app.section import BuiltSection, Count, Positive, Section, Share, refuse
 from dpspan.support.moved import without_retired_options
 
 if TYPE_CHECKING:
@@ -72,12 +65,8 @@ class MethodSection(BuiltSection):
     def arguments(self) -> dict[str, Any]:
         """The keys, with rules in place of their names."""
         found = super().arguments()
-        for key in {"clipping", "solver"} & found.keys():
-            rule = found[key]
-            found[key] = (
-                rule.built() if isinstance(rule, BuiltSection) else getattr(dpspan, _RULES[rule])()
-            )
-        return found
+        named = {key: found[key] for key in ("clipping", "solver") if found.get(key) in _RULES}
+        return found | {key: getattr(dpspan, _RULES[name])() for key, name in named.items()}
 
     def build(self, public: dpspan.PublicData | None, *, steps: int) -> Method:
         """The method, for a run of so many steps."""

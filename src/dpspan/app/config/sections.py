@@ -86,11 +86,21 @@ AnyModel = Annotated[
 ]
 
 
-class PatchesSection(Section):
+class FeaturesSection(Section):
+    """What all have: a name under data.public."""
+
+    public: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the layer is learnt with."""
+        return self.model_dump(mode="json", exclude={"name", "public"})
+
+
+class PatchesSection(FeaturesSection):
     """`PatchFeatures` of the public data of that name, whose labels are not used."""
 
     name: Literal["patches"] = "patches"
-    public: str
     filters: Count = 1200
     size: Annotated[Counts, Field(min_length=1)] = (4, 6, 9)
     grid: Count | Annotated[Counts, Field(min_length=1)] = 2
@@ -102,31 +112,20 @@ class PatchesSection(Section):
     views: Count = 3
     second: Annotated[int, Field(ge=0)] = 0
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the layer is learnt with."""
-        keys = set(PatchesSection.model_fields) - {"name", "public"}
-        return self.model_dump(mode="json", include=keys)
 
-
-class PretrainedSection(Section):
+class PretrainedSection(FeaturesSection):
     """`PretrainedFeatures`: the network of that name or folder, scaled by the public data."""
 
     name: Literal["pretrained"] = "pretrained"
-    public: str
     model: str
     side: Count | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"model": self.model, "side": self.side}
 
 
 AnyFeatures = Annotated[PatchesSection | PretrainedSection, Field(discriminator="name")]
 
 
 class OptimizerSection(Section):
-    """What all optimizers have; `build` takes another learning rate if one is given."""
+    """What all optimizers have; `build` takes the learning rate that it is called with."""
 
     learning_rate: Positive
     weight_decay: NotNegative = 0.0
@@ -138,10 +137,9 @@ class SgdSection(OptimizerSection):
     name: Literal["sgd"] = "sgd"
     momentum: BelowOne = 0.0
 
-    def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
         from torch.optim import SGD
 
-        lr = lr or self.learning_rate
         return SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
 
@@ -152,10 +150,10 @@ class AdamSection(OptimizerSection):
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.999
 
-    def build(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
         from torch.optim import AdamW
 
-        lr, betas = lr or self.learning_rate, (self.beta1, self.beta2)
+        betas = (self.beta1, self.beta2)
         return AdamW(parameters, lr=lr, betas=betas, weight_decay=self.weight_decay)
 
 
@@ -308,7 +306,6 @@ class WarmStartSection(BuiltSection):
         self, data: dpspan.PublicData, trainable: AnyTrainable | None, *, seed: int
     ) -> dpspan.WarmStart:
         settings = {**self.arguments(), "data": data, "seed": seed}
-        settings["augment"] = self.augment.built() if self.augment else None
         if trainable is None:
             return dpspan.WarmStart(**settings)
         return dpspan.SecondPhase(**settings, trainable=trainable.built())

@@ -46,12 +46,9 @@ BATCH, EPOCHS = 256, 20
 OPT_IN, RENDERED, TEST = 100, 300, 360
 RANK, CLIP, RESIDUAL_CLIP, CARRIERS, PATCHES_CLIP = 40, 1.0, 0.2, 2, 0.5
 FILTERS, DIRECTIONS = 120, 40
-
-_GSD = "asked of public scans (ε = 0); GSD: 0 same directions, 1 none shared"
-
-WARM = WarmStart(data=None, max_epochs=60, learning_rate=3e-3, patience=10)
-
 PATCHES = "patches + DP-SGD"
+_GSD = "asked of public scans (ε = 0); GSD: 0 same directions, 1 none shared"
+WARM = WarmStart(data=None, max_epochs=60, learning_rate=3e-3, patience=10)
 
 # Learning rates from scratch and after the warm start, as experiments/demo_rates.py found them.
 RATES: dict[float, dict[str, tuple[float, float]]] = {

@@ -147,8 +147,8 @@ def without_unprivate(value: Any) -> Any:
 
 
 def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], Any]) -> Run:
-    facts = read_json(folder.run) if folder.run.exists() else {}
-    found = shown(read_json(folder.evaluation)) if folder.evaluation.exists() else {}
+    facts = read_json(folder.run, {})
+    found = shown(read_json(folder.evaluation, {}))
     about = facts.get("settings", {})
     name = about.get("name", folder.path.resolve().name)
     text = json.dumps(about or certificate["training"], indent=2, ensure_ascii=False)
@@ -164,7 +164,7 @@ def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], 
         metrics=shown(_lines(folder.metrics)),
         diagnostics=shown(_lines(folder.diagnostics)),
         settings=text,
-        audit=shown(folder.audits),
+        audit=shown(read_json(folder.audit, {})),
         results=next((groups for key, groups in found.items() if key.endswith("results")), {}),
     )
 

@@ -58,12 +58,13 @@ def errors(predicted: Floats, true: Floats) -> dict[str, Any]:
     """How far predictions are from numbers, in their units; R² is 0 for always telling the mean."""
     spread = float(((true - true.mean()) ** 2).mean())
     squared = float(((predicted - true) ** 2).mean())
-    return {
+    measured = {
         "records": len(true),
         "mean_absolute_error": float(np.abs(predicted - true).mean()),
         "root_mean_squared_error": math.sqrt(squared),
         "r2": 1 - squared / spread if spread else None,
     }
+    return dict(plain(measured))
 
 
 @dataclass(frozen=True, kw_only=True)

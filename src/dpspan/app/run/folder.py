@@ -33,6 +33,7 @@ from dpspan.support.strict_json import plain
 FORMAT, VERSION = "dpspan.run", 2  # 0.1's run.json, which has neither, is version 1
 CHECKPOINT = {"engine", "module", "optimizer", "checkpoint_dict"}
 ANEW = "Restore it, or train anew in another folder."
+_REFUSED = object()  # what a missing file is, unless it stands for something
 
 
 def is_comparison(path: Path) -> bool:
@@ -68,7 +69,7 @@ class RunFolder:
     @property
     def facts(self) -> dict[str, Any] | None:
         """`run.json`: None before the run, and in the folder that 0.1's `train` left."""
-        facts: dict[str, Any] | None = read_json(self.run) if self.run.exists() else None
+        facts: dict[str, Any] | None = read_json(self.run, None)
         version = 1 if facts is None else facts.get("version", 1)
         if version not in (1, VERSION):
             known = f"version {version} of the folder; this one knows {VERSION}"
@@ -83,11 +84,6 @@ class RunFolder:
         return facts is not None and facts.get("status", "finished") is not None
 
     @property
-    def audits(self) -> dict[str, Any]:
-        """What audits found."""
-        return dict(read_json(self.audit)) if self.audit.exists() else {}
-
-    @property
     def untrained(self) -> bool:
         """Whether no private step is behind the checkpoint, nor after it: a choice at the most."""
         if self.metrics.exists() or self.model.exists():
@@ -99,12 +95,13 @@ class RunFolder:
             return False
         return lost == 0 and engine["loader"]["epoch"] == engine["loader"]["position"] == 0
 
-    def kept_features(self, wanted: bool) -> Path | None:
-        """The layer of a run that has begun; None if it has none, an error if it was lost."""
-        if wanted and not self.features.exists():
+    @property
+    def kept_features(self) -> Path:
+        """The frozen layer of a run that has begun; an error if it was lost."""
+        if not self.features.exists():
             lost = f"{self.features} is missing, without which the model means nothing"
             raise FileNotFoundError(f"{lost}. {ANEW}")
-        return self.features if wanted else None
+        return self.features
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -169,7 +166,7 @@ class RunFolder:
         """With what was spent before the run, here or as `paid`; one that goes on loads later."""
         self.refuse_lost_ledger()
         ledger = Ledger(accountant=accountant)
-        spent = read_json(self.ledger) if self.ledger.exists() else paid
+        spent = read_json(self.ledger, paid)
         if spent is not None and not self.checkpoint.exists():
             ledger.load_state_dict(spent)
         ledger.budget = budget if isinstance(budget, Budget) else None
@@ -199,7 +196,7 @@ class RunFolder:
 
     def write_certificate(self, document: Mapping[str, Any]) -> None:
         """With what an audit of the same settings and the same noise has measured."""
-        found = self.audits.get("canaries")
+        found = read_json(self.audit, {}).get("canaries")
         if found is not None and found["of"] == identity(document):
             document = {**document, "audit": found}
         if self.writes:
@@ -207,7 +204,7 @@ class RunFolder:
 
     def write_audit(self, **found: Any) -> None:
         """Beside what other audits found; on the certificate too, if there is one."""
-        self.write_json(self.audit, plain({**self.audits, **found}))
+        self.write_json(self.audit, plain({**read_json(self.audit, {}), **found}))
         if self.certificate.exists():
             self.write_certificate(read_json(self.certificate))
 
@@ -267,8 +264,10 @@ def _text(lines: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
 
 
-def read_json(path: Path) -> Any:
-    """The document in a file; ValueError if it holds none."""
+def read_json(path: Path, missing: Any = _REFUSED) -> Any:
+    """The document in a file, or what stands for a `missing` one; ValueError if it holds none."""
+    if missing is not _REFUSED and not path.exists():
+        return missing
     try:
         return json.loads(path.read_bytes())
     except ValueError:

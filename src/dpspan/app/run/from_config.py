@@ -94,10 +94,8 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         )
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
-    kept = folder.kept_features(wanted=goes_on and config.features is not None)
-    columns = frozen_columns(config, folder, pays=True)
-    parts = make_parts(config, features=kept, columns=columns)
-    folder.keep_columns(columns)
+    parts = make_parts(config, folder, goes_on=goes_on, pays=True)
+    folder.keep_columns(parts.columns)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
     if not goes_on:
         folder.remove(folder.features)  # of a run that never came to a step
@@ -115,6 +113,8 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     plan = functools.partial(task_of, config, parts.private, private, test)
     task = plan(model=lambda: parts.model)
     notes = [_EQUAL] * config.data.equal_rows_allowed
+    planned = config.data.preprocessing.values()
+    bounded = any(column.origin == "public rows" for column in planned)
     if not goes_on and processes.world == 1:
         known = list(parts.public.values())
         if test is not None and task.test_is_public:
@@ -127,23 +127,15 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         folder=folder,
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
-        preprocessing=columns,
+        preprocessing=parts.columns,
         output=config.output,
         processes=processes,
         notes=notes,
-        described=_described(columns, parts.public),
+        described=[*parts.public.values()] if bounded else (),
         evaluation=Evaluation(
             section=judge, target=config.data.target, groups=groups, unseen=unseen
         ),
     )
-
-
-def _described(
-    columns: Preprocessing | None, public: Mapping[str, PublicData]
-) -> tuple[PublicData, ...]:
-    """The public data in which bounds and values of columns were found."""
-    found = () if columns is None else columns.columns.values()
-    return (*public.values(),) if any(each.origin == "public rows" for each in found) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,17 +147,23 @@ class Parts:
     test: Loaded | None
     model: nn.Module
     layer: PatchFeatures | None  # what all of these data have been through
+    columns: Preprocessing | None  # what became of those of tables
 
 
 def make_parts(
-    config: Config, *, features: Path | None = None, columns: Preprocessing | None = None
+    config: Config, folder: RunFolder | None = None, *, goes_on: bool = False, pays: bool = False
 ) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
-    A frozen layer is read from the file `features`; without one it is learnt. What becomes of
-    columns is found if it is not given.
+    A frozen layer is learnt, or that of the folder if its run `goes_on`. What becomes of columns is
+    found unless the folder keeps it; bounds of them are released if the run `pays` for that.
     """
-    data, device, columns = config.data, device_of(config), columns or frozen_columns(config)
+    kept = folder.kept_features if folder and goes_on and config.features else None
+    data, device, columns = (
+        config.data,
+        device_of(config),
+        frozen_columns(config, folder, pays=pays),
+    )
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
@@ -176,7 +174,7 @@ def make_parts(
     count = data.records or private.count  # stated, or told by the sampling rate
     what = "record" if private.units is None else "unit"
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count, unit=what)
-    layer = _layer(config, public, device, features)
+    layer = _layer(config, public, device, kept)
     if layer is not None:
         private = replace(private, dataset=encode(layer, private.dataset))
         public = {name: encode_public(layer, each) for name, each in public.items()}
@@ -184,7 +182,9 @@ def make_parts(
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    return Parts(private=private, public=public, test=test, model=model, layer=layer)
+    return Parts(
+        private=private, public=public, test=test, model=model, layer=layer, columns=columns
+    )
 
 
 def _load(

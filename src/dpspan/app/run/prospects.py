@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dpspan.app.run.scene import public_of, scene_of
-from dpspan.app.run.task import Contender, FixedNoise, Task
+from dpspan.app.run.task import Contender, Task
 from dpspan.app.run.training import Training, noise_for, rehearse
 from dpspan.mechanisms import DPSGD
 from dpspan.public.data import PublicData
@@ -62,8 +62,7 @@ def rehearsed(task: Task, contender: Contender, public: Iterable[PublicData]) ->
     count = len(scene.task.private)  # type: ignore[arg-type]
     if min(count, len(labels)) < _A_CLASS * len(shares):
         return
-    given = isinstance(task.budget, FixedNoise) and task.budget.noise_multiplier
-    z = given or noise_for(task, contender, task.count)
+    z = noise_for(task, contender, task.count)
     if not rehearse(*scene.job(contender, z, 0)) > shares.max():
         doubt = _CONSTANT.format(count, stand_in.name)
         warnings.warn(f"dpspan: {doubt}.", stacklevel=3)

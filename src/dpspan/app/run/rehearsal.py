@@ -11,10 +11,8 @@ from torch.utils.data import ConcatDataset, TensorDataset
 from dpspan.accounting.certificate import sha256_of
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config
-from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.folder import RunFolder, identity, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
-from dpspan.app.run.task import FixedNoise
 from dpspan.app.run.training import Training, noise_for
 from dpspan.audit.step import Prepared
 from dpspan.engine.sampling import PoissonDraw
@@ -33,14 +31,13 @@ class Rehearsal:
     def __init__(self, config: Config, folder: RunFolder, *, stand_ins: bool = False) -> None:
         if config.data.unit is not None:
             raise ValueError("An audit takes each record for its own unit: leave data.unit out.")
-        kept = folder.features if config.features and folder.features.exists() else None
-        parts = make_parts(config, features=kept, columns=frozen_columns(config, folder))
+        parts = make_parts(config, folder, goes_on=folder.features.exists())
         private: Any = parts.private.dataset
         inputs, labels = private[0]
         self.like = (torch.zeros_like(inputs), 0 * labels)  # a record's form, and nobody's content
         chosen = None
         if config.choose is not None:
-            made = read_json(folder.choice) if folder.choice.exists() else {}
+            made = read_json(folder.choice, {})
             chosen = made.get("chosen", next(iter(parts.public)))
         records = config.data.records or len(private)
         if stand_ins:
@@ -55,13 +52,9 @@ class Rehearsal:
         task = task_of(config, parts.private, private, None)
         self.task = replace(task, cuda_graphs=False)
         digest = sha256_of(config.fixed())
-        made, z = identity(read_json(folder.certificate) if folder.certificate.exists() else {})
-        if made == digest:  # a run that may have spent some of its ε on a choice, or on a search
-            self._z = z
-        elif isinstance(task.budget, FixedNoise):
-            self._z = task.budget.noise_multiplier
-        else:
-            self._z = noise_for(task, self._contender, records)
+        made, z = identity(read_json(folder.certificate, {}))
+        # A run that was made may have spent some of its ε on a choice, or on a search.
+        self._z = z if made == digest else noise_for(task, self._contender, records)
         self.folder, self.of = folder, [digest, self._z]
         self._seed, self._rate = config.training.seed, task.sample_rate
         draw = PoissonDraw.one_pass(records=records, sample_rate=self._rate)

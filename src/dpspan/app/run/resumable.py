@@ -106,7 +106,7 @@ class Run:
         if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
             self._ledger.charge(gaussian_event(self.evaluation.section.noise_multiplier or 1.0))
         ended = self.evaluation.unseen is not None and (folder.facts or {}).get("status")
-        if saved is not None and ended and "test_accuracy" not in self._evaluated:
+        if saved is not None and ended and "test_accuracy" not in read_json(folder.evaluation, {}):
             lost = f"{folder.evaluation} is missing, with an accuracy that is released once"
             raise ValueError(f"{lost}. Restore it, or choose another output folder.")
         if isinstance(self.contender.method, FullBatch):
@@ -220,7 +220,8 @@ class Run:
         """The price first, as ever; `run.json` says last that all is there."""
         self.folder.write_ledger(self._ledger)
         self._certify(document)
-        found = self.evaluation.results(self.task, self.training.model, self._evaluated)
+        kept = read_json(self.folder.evaluation, {})
+        found = self.evaluation.results(self.task, self.training.model, kept)
         self.folder.write_json(self.folder.evaluation, found)
         self.folder.write_model(self.training.model)
         self._write_facts(status)
@@ -244,30 +245,31 @@ class Run:
             self._declare(each.public, each.layer)
         self._declare_public()
         lines.append(self._measured())
-        self._write_facts(None)
-        folder.write_ledger(ledger)
-        folder.remove(folder.metrics)
-        folder.append(folder.metrics, lines)
-        about = {"method": None, "model": type(model).__name__}
-        document = certificate(ledger, delta=task.budget.delta, training=about)
-        return self._finish("finished", document)
+        return self._end({"method": None, "model": type(model).__name__}, lines)
 
     def _fit(self, method: FullBatch) -> Result:
         """All steps of a convex method: what is seen of them is the end."""
-        task, training, ledger, folder = self.task, self.training, self._ledger, self.folder
-        if folder.finished:
-            raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
+        task, training, ledger = self.task, self.training, self._ledger
+        if self.folder.finished:
+            held = f"{self.folder.path} holds a run already"
+            raise ValueError(f"{held}. Choose another output folder.")
         ledger.protect(task.protects)
         z = method.noise_for(task, ledger.events)
         model = training.model = task.new_model(self.seed, self.contender.model)
-        self._write_facts(None)
         about = method.fit(task, model, ledger, noise=z, rate=self.contender.learning_rate)
         training.step = training.steps = method.method.steps
         training.status = "finished"
-        folder.write_ledger(ledger)
         self._line = self._measured()
-        folder.append(folder.metrics, [self._line])
-        document = certificate(ledger, delta=task.budget.delta, training=about)
+        return self._end(about, [self._line])
+
+    def _end(self, about: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Result:
+        """Keep the model of a training of which nothing was kept on the way."""
+        folder = self.folder
+        self._write_facts(None)
+        folder.write_ledger(self._ledger)
+        folder.remove(folder.metrics)
+        folder.append(folder.metrics, lines)
+        document = certificate(self._ledger, delta=self.task.budget.delta, training=about)
         return self._finish("finished", document)
 
     # -- what leaves the process ----------------------------------------------------------------
@@ -372,13 +374,9 @@ class Run:
             metrics=self._line,
         )
 
-    @property
-    def _evaluated(self) -> Any:
-        return read_json(path) if (path := self.folder.evaluation).exists() else {}
-
     def _result(self, status: Status) -> Result:
         about: dict[str, Any] = {"folder": self.folder.path, "delta": self.task.budget.delta}
-        about["evaluation"] = self._evaluated
+        about["evaluation"] = read_json(self.folder.evaluation, {})
         return Result(status=status, **about, **vars(self._progress(self._spent(exact=True))))
 
 

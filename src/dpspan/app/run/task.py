@@ -29,15 +29,10 @@ from dpspan.support.randomness import seeded
 from dpspan.support.strict_json import plain
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
-PUBLIC_ONLY = "public only"
-
-
 Spent = tuple[tuple[DpEvent, int], ...]
 
-
+PUBLIC_ONLY = "public only"
 _STEPS = 1000  # at which a schedule is sampled to describe it
-
-
 _HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # and changes nothing
 
 

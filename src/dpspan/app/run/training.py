@@ -140,7 +140,7 @@ class Training:
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model as it is measured: with averaged weights, if any are."""
-        plain = self.contender.average_weights is None or not self.steps
+        plain = self.contender.average_weights is None or not hasattr(self, "engine")
         return nullcontext() if plain else self.engine.averaged()
 
     def take_all_steps(self, *, forgiving: bool = False) -> bool:
@@ -212,10 +212,11 @@ def calibrated(
 
 
 def noise_for(task: Task, contender: Contender, records: int) -> float:
-    """z of a run on so many records, within the task's budget."""
-    assert isinstance(task.budget, Budget)
+    """z of a run on so many records: the task's, or what its budget pays for."""
     if isinstance(contender.method, FullBatch):
         return contender.method.noise_for(task, contender.spent)
+    if isinstance(task.budget, FixedNoise):
+        return task.budget.noise_multiplier
     rate = min(1.0, task.batch_size / records)
     steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
     return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
