@@ -1,5 +1,7 @@
 """From a configuration to its data and model, a task and a contender, the choice, and `train`."""
 
+from __future__ import annotations
+
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -103,10 +105,6 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
             parts.layer.save(folder.features)
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
-    judge, tested = config.evaluate, config.data.test
-    groups = None if judge.by is None or tested is None else tested.ids(judge.by)
-    expect(judge.by is None or groups is not None, "evaluate.by to be a column there", judge.by)
-    unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
     private, name = parts.private.dataset, folder.path.resolve().name
     records = config.data.records or parts.private.count
     contender = contender_of(name, config, parts.public, records=records, chosen=chosen)
@@ -132,10 +130,17 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         processes=processes,
         notes=notes,
         described=[*parts.public.values()] if bounded else (),
-        evaluation=Evaluation(
-            section=judge, target=config.data.target, groups=groups, unseen=unseen
-        ),
+        evaluation=_evaluation(config, parts),
     )
+
+
+def _evaluation(config: Config, parts: Parts) -> Evaluation:
+    """What is measured at the end; test data that are not public only if noise pays for it."""
+    judge, tested = config.evaluate, config.data.test
+    groups = None if judge.by is None or tested is None else tested.ids(judge.by)
+    expect(judge.by is None or groups is not None, "evaluate.by to be a column there", judge.by)
+    unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
+    return Evaluation(section=judge, target=config.data.target, groups=groups, unseen=unseen)
 
 
 @dataclass(frozen=True, kw_only=True)
