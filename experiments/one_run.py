@@ -130,8 +130,8 @@ def _trained(
     training = row.training or experiment.training
     epochs = max(1, round((run.share or 1) * training.epochs_at(run.target)))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
-    section = training.optimizer.model_copy(update={"learning_rate": run.rate})
-    optimizer = section.build([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = training.optimizer.build(trained, lr=run.rate)
     size = training.batch_size
     loader: Any = DataLoader(private, batch_size=size, shuffle=True, collate_fn=collate)
     engine: dpspan.PrivacyEngine | None = None

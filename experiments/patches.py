@@ -21,6 +21,11 @@ class PatchesModel(PatchesSection):
 
     hidden: Counts = ()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the layer is learnt with; `hidden` is of those on top."""
+        return {key: value for key, value in super().settings.items() if key != "hidden"}
+
     def head(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """What is trained."""
         return MLP(shape[0], self.hidden, classes)
