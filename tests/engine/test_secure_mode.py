@@ -217,3 +217,11 @@ def test_linear_models() -> None:
     assert not np.allclose(fits[0].coef_, fits[1].coef_)
     usual = PrivateLogisticRegression(epsilon=2.0, delta=1e-4).fit(x, x[:, 0] > 0)
     assert "noise" not in usual.certificate_["training"]
+
+
+def test_without_noise_sums_stay_as_they_are() -> None:
+    """For debugging: z = 0 is no private run, and no number of it may become NaN."""
+    sums = {"weight": torch.tensor([[0.1, -3.0]]), "bias": torch.tensor([1e-30])}
+    for std in (0.0, torch.tensor(0.0)):
+        found = Noise(secure=True).add(sums, std)
+        assert all(torch.equal(found[name], sums[name]) for name in sums)

@@ -46,7 +46,8 @@ class Noise:
         noisy = self.normal(flat, std).add_(flat)
         if self.secure:
             step = torch.as_tensor(std).double().log2().floor().sub(_GRID).exp2()
-            noisy = noisy.div_(step).round_().mul_(step)  # exact: it is a power of two
+            rounded = noisy.div(step).round_().mul_(step)  # exact: it is a power of two
+            noisy = torch.where(step > 0, rounded, noisy)  # without noise there is no grid
         pieces = noisy.to(flat.dtype).split(sizes)
         return {
             name: piece.view_as(part)
