@@ -405,6 +405,91 @@ def test_weights_that_drift_apart() -> None:
     assert "Process 1 of 2 stopped" in first.text
 
 
+# -- public data ----------------------------------------------------------------------------------
+
+
+class Watched:
+    """A loss for public samples that counts them."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.seen, self.fails = 0, fails
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if self.fails and self.seen > 2 and torch.distributed.get_rank() == 1:
+            raise Broken("no public loss")
+        self.seen += len(x)
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("world", "count", "shares"),
+    [(2, 12, [6, 6]), (4, 7, [2, 2, 2, 1]), (4, 3, [3, 3, 3, 3])],
+)
+@pytest.mark.parametrize("method", [GEP, MirrorDescent])
+def test_each_process_runs_its_share_of_the_public_samples(
+    method: Any, world: int, count: int, shares: list[int]
+) -> None:
+    """Unless there are fewer of them than processes."""
+    own: Any = {"mixing": dpspan.ConstantMixing(share=0.5)}
+    if method is GEP:
+        own = {"rank": 2, "public_labels": "real"}
+    public = PUBLIC[0][:count], PUBLIC[1][:count]
+
+    def run(rank: int) -> Any:
+        loss = Watched()
+        made = method(public=public, public_loss=loss, clip=1.0, **own)
+        released, sizes = without_noise(rank, made, {})
+        return released, loss.seen, len(sizes)
+
+    expected, *_ = run(0)
+    found = results(world, run)
+    steps = found[0][2]
+    # One more is run before training, to see whether the loss fits.
+    assert [seen - 1 for _, seen, _ in found] == [steps * share for share in shares]
+    for released, *_ in found:
+        assert torch.allclose(released, expected, rtol=0, atol=1e-12)
+
+
+def test_public_samples_of_several_lengths() -> None:
+    """Whose terms have other shapes in other processes."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(30, 6), network()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.words(tokens).mean(1))
+
+    def run(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        batches = [torch.randint(30, (4, length)) for length in (3, 9, 2)]
+        tokens, labels = torch.randint(30, (N, 5)), torch.arange(N) % 2
+        _, model, optimizer, loader = setup(
+            module=Mean().double(),
+            data_loader=DataLoader(TensorDataset(tokens, labels), batch_size=10),
+            method=GEP(public=DataLoader(batches, batch_size=None), rank=4, clip=1.0),
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=0.0,
+            non_private=True,
+        )
+        train(model, optimizer, loader)
+        return weights(model)
+
+    expected = run(0)
+    for own in results(3, run):
+        assert torch.allclose(own, expected, rtol=0, atol=1e-12)
+
+
+def test_a_public_loss_that_fails_in_one_process_stops_all() -> None:
+    public, loss = (PUBLIC[0].float(), PUBLIC[1]), Watched(fails=True)
+    method = GEP(public=public, rank=2, clip=1.0, public_labels="real", public_loss=loss)
+    first, second = results(2, failing, method, None)
+    assert second[2] == "Broken: no public loss"
+    assert "Process 1 of 2 stopped, so all do, and nothing was released: Broken" in first[2]
+    assert first[:2] == second[:2] == (1, 1)  # the second step was not charged
+
+
 def test_directions_are_those_of_the_first_process() -> None:
     class Flips:
         """Eigenvectors may come with either sign."""

@@ -109,15 +109,18 @@ class PerSampleGradients:
         return self.derived(self.terms, {n: s for n, s in self.shapes.items() if n in chosen})
 
     def derived(
-        self, terms: Mapping[str, Term], shapes: Mapping[str, torch.Size] | None = None
+        self,
+        terms: Mapping[str, Term],
+        shapes: Mapping[str, torch.Size] | None = None,
+        samples: int | None = None,
     ) -> Self:
-        """Other gradients of the same samples, alike in everything else."""
+        """Other gradients, of the same samples or of so many others, alike in everything else."""
         alone = {name: [term] for name, term in terms.items()}
         shapes = self.shapes if shapes is None else shapes
         return type(self)(
             shapes,
             alone,
-            self.samples,
+            self.samples if samples is None else samples,
             like=self.like,
             scale=self.scale,
             counted=self.counted,

@@ -115,6 +115,7 @@ class MirrorDescent(Method):
             samples=self.public_samples,
             piece=setting.max_physical_batch_size,
             seed=self.seed,
+            processes=setting.processes,
         )
         gradients.try_one()
         return MirrorMechanism(self, setting, gradients)
@@ -143,8 +144,7 @@ class MirrorMechanism(SteppedMechanism):
     def prepare(self, capture: Capture | None = None) -> None:
         """h_t, unless the private gradient counts alone."""
         if self._public_mean is None and (self._alpha() < 1 or self._diagnosing):
-            with self._processes.together():  # a GPU tells late, and not all at the same step
-                self._public_mean = self._mean(self._gradients(self.step, capture))
+            self._public_mean = self._mean(self._gradients.share(self.step, capture))
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         return self._private.clipped_sum(gradients)
@@ -176,20 +176,25 @@ class MirrorMechanism(SteppedMechanism):
             )
         return float(alpha)
 
-    def _mean(self, gradients: PerSampleGradients) -> Gradient:
+    def _mean(self, share: PerSampleGradients) -> Gradient:
         """The mean of public gradients, clipped sample by sample if that was asked for."""
-        clip = self._method.public_clip
-        factors = torch.ones(gradients.samples, dtype=torch.float64, device=gradients.device)
-        if clip is not None:
-            factors = clip_factors(self._method.clipping, gradients.norm_bounds(), clip)
-        mean = gradients.combine(factors / gradients.samples)
-        finite = torch.stack([value.isfinite().all() for value in mean.values()]).all()
-        known = self._health.known(finite[None])
-        if known is not None and not known[0]:
-            raise ValueError(
-                "The gradient of the public samples is not finite, so there is no step to take. If "
-                "training diverged, lower the learning rate; if not, look for huge public values."
-            )
+        clip, processes = self._method.public_clip, self._processes
+        with processes.together():
+            factors = torch.ones(share.samples, dtype=torch.float64, device=share.device)
+            if clip is not None:
+                factors = clip_factors(self._method.clipping, share.norm_bounds(), clip)
+            mean = share.combine(factors / self._gradients.count)
+        if self._gradients.shared_out:
+            mean = processes.spread(processes.add_up(mean))
+        with processes.together():  # a GPU tells late, and not all at the same step
+            finite = torch.stack([value.isfinite().all() for value in mean.values()]).all()
+            known = self._health.known(finite[None])
+            if known is not None and not known[0]:
+                raise ValueError(
+                    "The gradient of the public samples is not finite, so there is no step to "
+                    "take. If training diverged, lower the learning rate; if not, look for huge "
+                    "public values."
+                )
         # On a GPU the error comes a step late: until then only the private gradient counts.
         return {name: torch.where(finite, value, 0.0) for name, value in mean.items()}
 

@@ -97,6 +97,7 @@ class SubspaceMethod(Method):
             samples=self.public_samples,
             piece=setting.max_physical_batch_size,
             seed=self.seed,
+            processes=setting.processes,
         )
         gradients.try_one()
         shapes = {n: p.shape for n, p in setting.model.named_parameters() if p.requires_grad}

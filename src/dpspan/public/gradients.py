@@ -1,13 +1,13 @@
 """Gradients of public samples: what a subspace is spanned by.
 
 Nothing here sees private data except through the model's released parameters, and everything that
-is random (labels, which samples, dropout) comes from public seeds: every process of a run, and a
-run that was resumed, computes the same gradients.
+is random (labels, which samples, dropout) comes from public seeds: a run that was resumed computes
+the same gradients. Of several processes each computes its share, and all get all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -28,7 +28,9 @@ from dpspan.model.per_sample import (
 )
 from dpspan.public.data import Piece, PublicData, Samples
 from dpspan.support.checks import check_count, check_seed, expect, shown
+from dpspan.support.distributed import Processes
 from dpspan.support.left_as_found import left_as_found
+from dpspan.support.sharded import shards_itself
 
 # One public seed serves several purposes; each draws from a stream of its own.
 _LABELS, _SUBSET, _MODEL = range(3)
@@ -178,6 +180,9 @@ class PublicGradientSource:
     At most `samples` of them, a fresh random choice at each refresh if the data hold more,
     computed `piece` samples at a time. `loss(model, inputs[, labels])` gives one loss per sample;
     it gets labels where there are any. Without it the loss is the run's `criterion`.
+
+    `shared_out`: each process runs its share of the samples, and their gradients travel. A sharded
+    model is run by all processes at once, as often as each other: there each runs all samples.
     """
 
     model: nn.Module
@@ -188,6 +193,7 @@ class PublicGradientSource:
     samples: int
     piece: int | None
     seed: int = 0
+    processes: Processes = field(default_factory=Processes)
 
     def __post_init__(self) -> None:
         if isinstance(self.labels, RealLabels) and not self.data.labelled:
@@ -198,21 +204,35 @@ class PublicGradientSource:
         self._losses = losses_by(self.criterion, self.loss, self.labels, self.data)
         self.count = min(check_count("samples", self.samples), self.data.count)  # per refresh
         self.fixed = self.count == self.data.count  # the same samples at every refresh
-        on_device = partial(self.data.pieces, self.piece, None)
+        whole = not any(map(shards_itself, self.model.modules()))
+        self.shared_out = 1 < self.processes.world <= self.count and whole
+        on_device = partial(self.data.pieces, self.piece, self._share(torch.arange(self.count)))
         self._on_device = lru_cache(maxsize=1)(lambda device: list(on_device(device)))
 
     def __call__(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
         """For refresh number `refresh`, by the model's own `capture` if any; leaves it be."""
+        found = self._recorded(refresh, capture)
+        if self.shared_out:
+            mine = [(piece.terms, piece.samples) for piece in found]
+            every = self.processes.of_each(mine, self._device)
+            found = [found[0].derived(t, samples=n) for each in every for t, n in each]
+        return PerSampleGradients.concatenate(found)
+
+    def share(self, refresh: int, capture: Capture | None = None) -> PerSampleGradients:
+        """The same, of this process's share of the samples."""
+        return PerSampleGradients.concatenate(self._recorded(refresh, capture))
+
+    def _recorded(self, refresh: int, capture: Capture | None) -> list[PerSampleGradients]:
         with (
+            self.processes.together(),
             torch.enable_grad(),
             left_as_found(self.model, self._model_seed(refresh)),
             nullcontext(capture) if capture else Capture(self.model) as recording,
         ):
-            found = [
+            return [
                 recorded(recording, partial(self._losses, self.model, p, refresh), len(p.indices))
                 for p in self._pieces(refresh)
             ]
-            return PerSampleGradients.concatenate(found)
 
     def try_one(self) -> None:
         """Run the loss on one public sample: what does not fit is refused before training."""
@@ -231,7 +251,12 @@ class PublicGradientSource:
             return (tree_map_only(Tensor, torch.clone, p) for p in self._on_device(self._device))
         generator = _stream(self.seed, refresh, _SUBSET)
         picked = np.sort(generator.choice(self.data.count, self.count, replace=False))
-        return self.data.pieces(self.piece, torch.from_numpy(picked), self._device)
+        return self.data.pieces(self.piece, self._share(torch.from_numpy(picked)), self._device)
+
+    def _share(self, samples: Tensor) -> Tensor:
+        if not self.shared_out:
+            return samples
+        return samples.tensor_split(self.processes.world)[self.processes.rank]
 
     def _model_seed(self, refresh: int) -> int:
         return int(_stream(self.seed, refresh, _MODEL).integers(2**63))

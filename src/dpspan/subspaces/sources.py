@@ -100,8 +100,9 @@ class PublicSpan:
         self, refresh: int, *, products: float, capture: Capture | None = None
     ) -> GroupedSubspace:
         """Subspace number `refresh`, in the form that suits so many `products` with it."""
+        gradients = self.gradients(refresh, capture)
         with self.processes.together():
-            parts = self._parts(self.gradients(refresh, capture))
+            parts = self._parts(gradients)
         # Signs, and the order of equally long directions, must be the same in all processes.
         self.processes.make_same(part.coefficients for part in parts.values())
         with self.processes.together():  # a GPU tells late, and not all at the same step

@@ -5,7 +5,9 @@ alone draws noise; what it releases goes to all. A process that fails stops the 
 next sum travels, so nothing partial is ever released.
 """
 
+import io
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,28 @@ def is_sharded(*tensors: Any) -> bool:
     """Whether of any of them each process has a part only (see `sharded`)."""
     known = sys.modules.get("torch.distributed.tensor")  # to import it takes more than a second
     return known is not None and any(isinstance(x, known.DTensor) for x in tensors)
+
+
+class _Apart(pickle.Pickler):
+    """Leaves tensors out, and keeps them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, x: Any) -> str | None:
+        if not isinstance(x, Tensor):
+            return None
+        self.tensors.append(x)
+        return str(len(self.tensors) - 1)
+
+
+class _Together(pickle.Unpickler):
+    """Puts tensors back by their names."""
+
+    def __init__(self, file: io.BytesIO, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(file)
+        self.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
 
 
 class Processes:
@@ -232,13 +256,29 @@ class Processes:
         return self._travel(sums, send)
 
     @torch.no_grad()
-    def spread(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The first process's values, by those names and in those shapes."""
+    def spread(self, values: Mapping[str, Tensor], source: int = 0) -> dict[str, Tensor]:
+        """One process's values, the first's by default, by those names and in those shapes."""
 
         def send(x: Tensor) -> None:  # as bytes: whatever the backend makes of its numbers
-            dist.broadcast(x.view(torch.uint8), self._first, group=self._group)
+            dist.broadcast(x.view(torch.uint8), self.ranks[source], group=self._group)
 
         return self._travel(values, send)
+
+    def of_each(self, mine: Any, device: torch.device) -> list[Any]:
+        """What each process has, in their order, with the tensors in it on the device."""
+        apart = _Apart(file := io.BytesIO())
+        apart.dump(mine)
+        told = file.getvalue(), [(x.shape, x.dtype) for x in apart.tensors]
+        found = []
+        with self.in_step():
+            for rank, (text, kinds) in enumerate(self.all_of(told)):
+                tensors = apart.tensors
+                if rank != self.rank:
+                    tensors = [torch.empty(s, dtype=kind, device=device) for s, kind in kinds]
+                sent = self.spread({str(i): x for i, x in enumerate(tensors)}, rank)
+                theirs = _Together(io.BytesIO(text), sent)
+                found.append(mine if rank == self.rank else theirs.load())
+        return found
 
     def make_same(self, tensors: Iterable[Tensor]) -> None:
         """Write the first process's numbers over the others'."""
