@@ -220,6 +220,26 @@ def test_tables_are_prepared_as_in_training(folder: Path) -> None:
         run.predict({"age": [1]})
     _, card, _ = export(run, "safetensors", "out")
     assert "csv records (age, side)" in card.read_text()
+    kept = folder / "run" / "preprocessing.json"
+    kept.write_text(kept.read_text().replace('"low": 0.0', '"low": -900.0'))
+    with pytest.raises(
+        ValueError, match=r"not the description of columns that certificate\.json is"
+    ):
+        dpspan.load_run("run")
+    kept.unlink()  # and is not made again, of public rows that may be others by now
+    with pytest.raises(FileNotFoundError, match=r"no preprocessing\.json in run"):
+        dpspan.load_run("run")
+
+
+def test_a_table_in_memory_has_its_columns_described(patients: Path) -> None:
+    """Else it would be taken for what the network gets: unscaled, in whatever order."""
+    run, table = dpspan.load_run(patients), {f"p{i}": [0.5] for i in range(8)}
+    for given in (
+        table | {"left": [0], "right": [1]},
+        pytest.importorskip("pandas").DataFrame(table),
+    ):
+        with pytest.raises(ValueError, match=r"A table in memory needs a run with data\.prep"):
+            run.predict(given)
 
 
 # -- export ---------------------------------------------------------------------------------------

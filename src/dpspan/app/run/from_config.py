@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
+from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
@@ -74,6 +75,9 @@ def train(
             stack.enter_context(folder.locked())
             if processes.is_first and folder.checkpoint.exists() and not resume:
                 folder.begin_anew()
+            if isinstance(config.method, ConvexSection) and folder.finished:
+                held = f"{folder.path} holds a run already"
+                raise ValueError(f"{held}. Choose another output folder.")
         with processes.together():
             run = _prepared(config, folder, processes)
         run.start()
@@ -97,8 +101,10 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
     parts = make_parts(config, folder, goes_on=goes_on, pays=True)
-    folder.keep_columns(parts.columns)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
+    if (facts := folder.facts) is not None and (goes_on or folder.finished):
+        folder.refuse_other_settings(config.fixed(), facts["settings"])
+    folder.keep_columns(parts.columns)  # not before: they are a part of the model that is there
     if not goes_on:
         folder.remove(folder.features)  # of a run that never came to a step
         if parts.layer is not None:
