@@ -21,7 +21,7 @@ from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
-from dpspan.app.run.evaluation import Evaluation
+from dpspan.app.run.evaluation import Evaluation, groups_of
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.models import _rehearse, device_of, new_model
 from dpspan.app.run.prospects import rehearsed
@@ -34,7 +34,6 @@ from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.pretrained import PretrainedFeatures
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 from dpspan.support.units import Units
@@ -142,9 +141,9 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
 
 def _evaluation(config: Config, parts: Parts) -> Evaluation:
     """What is measured at the end; test data that are not public only if noise pays for it."""
-    judge, tested = config.evaluate, config.data.test
-    groups = None if judge.by is None or tested is None else tested.ids(judge.by)
-    expect(judge.by is None or groups is not None, "evaluate.by to be a column there", judge.by)
+    judge, tested, groups = config.evaluate, config.data.test, None
+    if judge.by is not None and tested is not None and parts.test is not None:
+        groups = groups_of(judge.by, tested.ids(judge.by), len(parts.test.dataset))
     unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
     return Evaluation(section=judge, target=config.data.target, groups=groups, unseen=unseen)
 
