@@ -348,6 +348,17 @@ def test_nothing_is_kept_of_public_rows_that_are_private(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "preprocessing.json").exists()
 
 
+def test_records_that_bounds_make_equal_are_not_called_copies(tmp_path: Path) -> None:
+    write_table(tmp_path / "p.csv", age="150", seen="2020-01-01", pressure="90")
+    write_table(tmp_path / "test.csv", age="151", seen="2019-12-31", pressure="90")
+    source = {"format": "csv", "path": str(tmp_path / "test.csv"), "label": "ill"}
+    config = parse_config(configuration(tmp_path, test=source, test_is_public=True))
+    with pytest.raises(
+        ValueError, match=r"\(equal as data\.preprocessing makes them, e\.g\. sample"
+    ):
+        make_parts(config)
+
+
 def test_releases_are_not_made_in_passing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="yet to be released"):
         make_parts(planned(tmp_path))

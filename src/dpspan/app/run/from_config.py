@@ -224,7 +224,8 @@ def _load(
     if copies := loaded.copies_of(private):
         count = f"{len(copies)} of the {len(loaded.dataset)} samples"
         found = f"{count} of {where} also occur in the private data"
-        example = f"exact copies, e.g. sample {copies[0]}"
+        how = "exact copies" if columns is None else "equal as data.preprocessing makes them"
+        example = f"{how}, e.g. sample {copies[0]}"
         if public:
             raise ValueError(
                 f"{found} ({example}), however the two are scaled. If private records got into the "
