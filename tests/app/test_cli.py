@@ -28,6 +28,7 @@ from dpspan.app.config import load_config
 from dpspan.app.run import RunFolder
 from dpspan.app.run.from_config import make_parts
 from dpspan.app.run.models import draw_model
+from dpspan.support.errors import BudgetExceeded
 from helpers.digits import digits, settings, write_csv, write_idx, write_images, write_npz
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
@@ -136,6 +137,17 @@ def test_an_error_that_nobody_foresaw(folder: Path, monkeypatch: pytest.MonkeyPa
     assert result.stderr == (
         "Error: KeyError: 'inside'. Run `dpspan --debug …` to see where it comes from.\n"
     )
+
+
+def test_a_budget_that_is_spent_is_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BudgetExceeded("One more would exceed the budget. Stop training.")
+
+    monkeypatch.setattr("dpspan.app.run.train", refused)
+    said = dpspan("train", written(folder), code=1).stderr
+    assert said == "Error: One more would exceed the budget. Stop training.\n"
 
 
 def test_warnings_are_notes_each_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

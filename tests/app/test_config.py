@@ -144,6 +144,7 @@ BAD = {
         "inputs: [a, 2]",
         "5: data.public.*.inputs.1: Expected a text, got a whole number.",
     ),
+    "a class twice": ("[no, yes]", "[no, no]", "2: data.classes: Expected every class once."),
     "one class": ("[no, yes]", "[no]", "2: data.classes: "),
     "no such public data": (
         "public: optin",

@@ -154,6 +154,38 @@ def test_parquet(tmp_path: Path) -> None:
         load(Parquet(path=path, inputs=("c",)), classes=2)
 
 
+@pytest.mark.parametrize(
+    ("names", "labels", "codes"),
+    [
+        (("1", "0"), [0, 1, 1], [1, 0, 0]),
+        (("1", "2", "-1"), [2, -1, 1], [1, 2, 0]),
+        (("1", "0"), [0.0, 1.0, 1.0], [1, 0, 0]),  # as gaps in a column make of them
+        (("1", "0"), [False, True, True], [1, 0, 0]),
+        (("True", "False"), [False, True, True], [1, 0, 0]),
+        (("false", "true"), [False, True, True], [0, 1, 1]),
+        (("no", "yes"), [False, True, True], [0, 1, 1]),
+        (("cat", "dog", "owl"), [2, 0, 1], [2, 0, 1]),
+    ],
+)
+def test_numbers_that_are_names_of_classes(
+    tmp_path: Path, names: tuple[str, ...], labels: list[Any], codes: list[int]
+) -> None:
+    """As in a file of texts, where `classes: ['1', '0']` says that 1 comes first."""
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 2)), y=labels)
+    assert load(Npz(path=tmp_path / "a.npz"), classes=names).tensors[1].tolist() == codes
+    if set(map(str, labels)) <= {*names}:
+        lines = "".join(f"1,{label}\n" for label in labels)
+        (tmp_path / "a.csv").write_text("x,y\n" + lines)
+        read = load(Csv(path=tmp_path / "a.csv", inputs=("x",), label="y"), classes=names)
+        assert read.tensors[1].tolist() == codes
+
+
+def test_a_number_that_no_class_is_called(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 2)), y=[1, 2, 0])
+    with pytest.raises(ValueError, match=r"out of \['1', '2'\] in .*, got another at sample 2"):
+        load(Npz(path=tmp_path / "a.npz"), classes=("1", "2"))
+
+
 def test_a_column_of_vectors(tmp_path: Path) -> None:
     pyarrow = extra("pyarrow")
     from pyarrow import parquet

@@ -64,6 +64,18 @@ def test_calibration_bin_by_bin() -> None:
     assert evaluate(certain, np.array([0, 1, 1]))["calibration_error"] == 0.0
 
 
+def test_whoever_is_certain_falls_into_the_last_bin() -> None:
+    p = np.array([[0.05, 0.95]] * 10 + [[0.0, 1.0]] * 10)
+    y = np.array([1] * 15 + [0] * 5)  # gaps of both signs, which one bin sets off
+    assert evaluate(p, y)["calibration_error"] == pytest.approx(0.975 - 0.75)
+
+
+def test_a_model_that_says_nothing_any_more() -> None:
+    """Its probabilities are none: they do not add up to 1."""
+    found = evaluate(np.zeros((6, 3)), np.array([0, 1, 2] * 2))
+    assert (found["auc"], found["accuracy"]) == (None, pytest.approx(1 / 3))
+
+
 def test_what_cannot_be_measured_is_null() -> None:
     p, _ = scored(2, n=5)
     found = evaluate(p, np.zeros(5, dtype=int))
@@ -177,6 +189,29 @@ def test_refused(folder: Path, section: Any, sections: Any, message: str) -> Non
 def test_a_column_that_is_not_there(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluate\.by to be a column there, got 'age'"):
         run(folder, evaluate={"by": "age"})
+
+
+def test_groups_are_checked_before_anything_is_spent(folder: Path) -> None:
+    """Not by the measurement at the end, without which there is no model."""
+    arrays = dict(np.load("b.npz"))
+    np.savez("b.npz", **arrays, few=np.arange(3), person=np.arange(200))
+    for by, what in (("few", "one value for each test record"), ("person", "at most 20 different")):
+        with pytest.raises(ValueError, match=rf"evaluate\.by to (have|be).*{what}.* got '{by}'"):
+            run(folder, evaluate={"by": by})
+    assert not RunFolder("run").ledger.exists()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_weights_that_grew_without_bound_are_measured(folder: Path, classes: int) -> None:
+    draw = np.random.default_rng(1)
+    np.savez("b.npz", x=draw.normal(size=(60, 4)).astype(np.float32), y=np.arange(60) % classes)
+    data = {**described(folder)["data"], "classes": classes}
+    plan = described(folder, model={"name": "mlp"})
+    plan["data"], plan["training"]["optimizer"] = data, {"name": "sgd", "learning_rate": 1e30}
+    result = train(parse_config(yaml.safe_dump(plan)))
+    assert result.status == "diverged"
+    assert result.evaluation["test_results"]["all"]["auc"] in (None, 0.5)
+    assert RunFolder("run").model.exists()
 
 
 # -- what is said on the way ----------------------------------------------------------------------

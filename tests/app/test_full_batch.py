@@ -85,6 +85,51 @@ def test_what_it_costs_is_certified(folder: Path) -> None:
         train(described(folder, "adagrad"))
 
 
+@pytest.mark.parametrize("there", ["adagrad", "dpsgd"])
+@pytest.mark.parametrize("other", ["adagrad", "gd", "dpsgd"])
+def test_a_refused_run_changes_nothing_of_the_one_that_is_there(
+    folder: Path, there: str, other: str
+) -> None:
+    """Its model would get other columns, other classes or another threshold to predict by."""
+    draw = np.random.default_rng(0)
+    lines = [f"{x},{'yes' if x > 0 else 'no'}\n" for x in draw.normal(size=120).round(3)]
+    Path("t.csv").write_text("x,ill\n" + "".join(lines))
+    source = {"format": "csv", "path": "t.csv", "label": "ill"}
+
+    def plan(method: str, low: float, *classes: str) -> Any:
+        column = {"kind": "numeric", "low": low, "high": 3}
+        data = {"classes": classes, "private": source, "preprocessing": {"x": column}}
+        return described(folder, method, data=yaml.safe_load(json.dumps(data)))
+
+    train(plan(there, -3, "no", "yes"))
+    before = {path: path.read_bytes() for path in Path("run").iterdir()}
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=r"holds a run (already|with other settings)"):
+            train(plan(other, -300, "yes", "no"), resume=resume)
+    assert {path: path.read_bytes() for path in Path("run").iterdir()} == before
+
+
+def test_an_accuracy_is_of_the_model_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fit that was killed before its model was written is made, and paid for, once more."""
+    data = {**table(folder, 2), "test_is_public": False}
+    budget = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
+    plan = described(folder, "adagrad", data=data, budget=budget, evaluate={"noise_multiplier": 3})
+    run = RunFolder("run")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RunFolder, "write_model", lambda *_: raised(KeyboardInterrupt()))
+        train(plan)
+    before = read_json(run.evaluation)["test_accuracy"]
+    assert train(plan).evaluation["test_accuracy"] != before
+    events = read_json(run.certificate)["events"]
+    assert [each["count"] for each in events] == [1, 30, 1, 30]
+
+
+def raised(error: BaseException) -> None:
+    raise error
+
+
 def test_averages_of_weights_are_of_steps(folder: Path) -> None:
     """All steps of a fit are one release: `average_weights` has no meaning, nor has `epochs`."""
     training = {**settings(folder)["training"], "average_weights": 0.9}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config, parse_config
 from dpspan.app.data import load
-from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.preprocessing import Categorical, Date, Preprocessing
 from dpspan.app.run import train
 from dpspan.app.run.from_config import make_parts
 from dpspan.app.section import ConfigError
@@ -82,6 +84,44 @@ def test_dates_in_a_form_of_their_own() -> None:
     seen = {**COLUMNS["seen"], "format": "%d.%m.%Y", "fill": "2020-01-01"}
     made = described(seen=seen).transform(TABLE | {"seen": ["06.01.2020", "2020-01-06", "1.1.20"]})
     np.testing.assert_allclose(made[:, -1], [0.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize("values", [["1", "2"], ["1.0", "2.0"]])
+def test_whole_numbers_that_gaps_made_fractions_of(values: list[str]) -> None:
+    made = described(ward={"kind": "categorical", "values": values})
+    wards = [1.0, np.float32(2), float("nan")]
+    for column in (wards, np.array(wards)):
+        found = made.transform(TABLE | {"ward": column})
+        np.testing.assert_array_equal(found[:, 3:6], np.eye(3))
+    whole: Any = np.array([1, 2, 3]) if "1" in values else ["1.0", "2.0", "3.0"]
+    np.testing.assert_array_equal(made.transform(TABLE | {"ward": whole})[:, 3:6], np.eye(3))
+
+
+def test_public_rows_spell_whole_numbers_as_others_do() -> None:
+    column = Categorical(kind="categorical", origin="public rows")
+    nobody: Any = None
+    made = column.frozen("ward", lambda _: np.array([2.0, 1.0, np.nan]), nobody, nobody)
+    assert made.values == ("1", "2")
+
+
+@pytest.mark.parametrize(("low", "high", "days"), [(0.1, 0.9, 1), (0.9, 1.2, 2), (0.0, 0.0, None)])
+def test_days_that_lie_near_each_other(
+    monkeypatch: pytest.MonkeyPatch, low: float, high: float, days: int | None
+) -> None:
+    day, nobody = datetime.date(2020, 1, 6), cast("Any", None)
+    near = tuple(day.toordinal() + part for part in (low, (low + high) / 2, high))
+    monkeypatch.setattr("dpspan.accounting.questions.private_quantiles", lambda *_, **__: near)
+    column = Date.model_validate(COLUMNS["seen"] | {"origin": "paid release", "epsilon": 0.1})
+    made: Any = column.frozen("seen", nobody, lambda _: [], Ledger())
+    found = (column.low, column.high) if days is None else (day, day + datetime.timedelta(days))
+    assert (made.low, made.high) == found
+    assert made.low <= made.fill <= made.high
+    public = Date(kind="date", origin="public rows")
+    two = public.frozen("seen", lambda _: [day, day + datetime.timedelta(1)], nobody, nobody)
+    assert (two.low, two.high) == (day, day + datetime.timedelta(1))
+    with pytest.raises(ValueError, match="several values of 'seen' in public rows") as caught:
+        public.frozen("seen", lambda _: [day, day], nobody, nobody)
+    assert "2020" not in str(caught.value)
 
 
 def test_json_there_and_back() -> None:
@@ -179,6 +219,10 @@ def write_table(path: Path, rows: int = 40, **columns: str) -> None:
         (
             {"preprocessing": {"age": {"kind": "numeric", "low": 2, "high": 1}}},
             "lower bound below the upper",
+        ),
+        *(
+            ({"preprocessing": {"seen": COLUMNS["seen"] | {"low": low}}}, "Expected a day, such as")
+            for low in (math.inf, 1.5, "01.01.2020", 5, True)
         ),
         (
             {"preprocessing": {"age": {"kind": "numeric", "low": 0, "high": 1, "fill": 3}}},
@@ -302,6 +346,17 @@ def test_nothing_is_kept_of_public_rows_that_are_private(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="also occur in the private data"):
         train(config)
     assert not (tmp_path / "run" / "preprocessing.json").exists()
+
+
+def test_records_that_bounds_make_equal_are_not_called_copies(tmp_path: Path) -> None:
+    write_table(tmp_path / "p.csv", age="150", seen="2020-01-01", pressure="90")
+    write_table(tmp_path / "test.csv", age="151", seen="2019-12-31", pressure="90")
+    source = {"format": "csv", "path": str(tmp_path / "test.csv"), "label": "ill"}
+    config = parse_config(configuration(tmp_path, test=source, test_is_public=True))
+    with pytest.raises(
+        ValueError, match=r"\(equal as data\.preprocessing makes them, e\.g\. sample"
+    ):
+        make_parts(config)
 
 
 def test_releases_are_not_made_in_passing(tmp_path: Path) -> None:

@@ -196,6 +196,13 @@ def test_what_has_no_meaning_for_numbers_is_refused(settings: dict[str, str], me
         parse_config(CONFIG.format(**usual | settings))
 
 
+def test_a_range_is_one_that_a_number_can_hold() -> None:
+    target = "target: {low: -1.0e308, high: 1.0e308}"
+    text = CONFIG.format(labels=target, model="linear", method="{name: dpsgd, clip: 1}", more="")
+    with pytest.raises(ConfigError, match="a range that a number can hold"):
+        parse_config(text)
+
+
 def test_folders_of_images_have_classes() -> None:
     text = CONFIG.format(labels=TARGET, model="linear", method="{name: dpsgd, clip: 1}", more="")
     private = "private: {format: csv, path: train.csv, inputs: [a, b], label: y}"

@@ -220,6 +220,50 @@ def test_tables_are_prepared_as_in_training(folder: Path) -> None:
         run.predict({"age": [1]})
     _, card, _ = export(run, "safetensors", "out")
     assert "csv records (age, side)" in card.read_text()
+    kept = folder / "run" / "preprocessing.json"
+    kept.write_text(kept.read_text().replace('"low": 0.0', '"low": -900.0'))
+    with pytest.raises(
+        ValueError, match=r"not the description of columns that certificate\.json is"
+    ):
+        dpspan.load_run("run")
+    kept.unlink()  # and is not made again, of public rows that may be others by now
+    with pytest.raises(FileNotFoundError, match=r"no preprocessing\.json in run"):
+        dpspan.load_run("run")
+
+
+@pytest.mark.filterwarnings("default:dpspan")
+def test_columns_of_which_nothing_can_be_read_are_told(folder: Path) -> None:
+    """Whoever predicts may have other records; but a decimal comma makes a gap of every number."""
+    draw = np.random.default_rng(0)
+    ages = draw.integers(20, 90, 200)
+    lines = "".join(f"{age},{'yes' if age > 55 else 'no'}\n" for age in ages)
+    Path("train.csv").write_text("age,ill\n" + lines)
+    Path("new.csv").write_text("age\n" + '"50,5"\n' * 30)
+    columns = {"age": {"kind": "numeric", "low": 0, "high": 100}}
+    source = {"format": "csv", "path": "train.csv", "label": "ill"}
+    data = {"classes": ["no", "yes"], "private": source, "preprocessing": columns}
+    train(parse_config(yaml.safe_dump(settings(folder, data=data, budget=NOISY))))
+    said = command("predict", "run", "new.csv")
+    assert "Note: Nothing in columns 'age' of new.csv is what data.preprocessing" in said.stderr
+    assert len(said.stdout.splitlines()) == 31
+
+
+def test_ids_of_other_records(folder: Path) -> None:
+    train(config(folder, budget=NOISY))
+    np.savez("new.npz", x_train=np.load("digits.npz")["x_test"], who=np.arange(3))
+    said = command("predict", "run", "new.npz", "--id", "who", code=1)
+    assert "Expected --id to name one value for each record, got 'who'." in said.stderr
+
+
+def test_a_table_in_memory_has_its_columns_described(patients: Path) -> None:
+    """Else it would be taken for what the network gets: unscaled, in whatever order."""
+    run, table = dpspan.load_run(patients), {f"p{i}": [0.5] for i in range(8)}
+    for given in (
+        table | {"left": [0], "right": [1]},
+        pytest.importorskip("pandas").DataFrame(table),
+    ):
+        with pytest.raises(ValueError, match=r"A table in memory needs a run with data\.prep"):
+            run.predict(given)
 
 
 # -- export ---------------------------------------------------------------------------------------
@@ -254,6 +298,26 @@ def test_the_model_card(folder: Path) -> None:
     assert "unprivate_train_loss" in line
     assert "train loss" not in text
     assert "\n\n\n" not in text
+
+
+def test_a_card_has_results_as_sentences(folder: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(300, 4)).astype(np.float32)
+    np.savez("a.npz", x=x[:200], y=x[:200, 0] > 0, xt=x[200:], yt=x[200:, 0] > 0)
+    source = {"format": "npz", "path": "a.npz"}
+    test = {**source, "inputs": "xt", "labels": "yt"}
+    for public, evaluate, expected in (
+        (True, {"threshold": 0.25}, "\n- all (100 records): accuracy 0."),
+        (False, {"noise_multiplier": 5.0}, "\n- test accuracy 0."),
+    ):
+        data = {"classes": ["no", "yes"], "private": source, "test": test, "test_is_public": public}
+        more: dict[str, Any] = {"evaluate": evaluate, "output": {"folder": str(public)}}
+        train(parse_config(yaml.safe_dump(settings(folder, data=data, budget=NOISY, **more))))
+        text = export(dpspan.load_run(str(public)), "safetensors", "out")[1].read_text()
+        assert expected in text
+        assert "{" not in text
+        assert (
+            f"`yes` is predicted from a probability of {evaluate.get('threshold', 0.5)} on." in text
+        )
 
 
 def test_what_is_not_private_says_so(folder: Path) -> None:

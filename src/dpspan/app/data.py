@@ -53,8 +53,8 @@ class Target(Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.low >= self.high:
-            refuse("", "Expected `low` below `high`.")
+        if self.low >= self.high or math.isinf(self.high - self.low):
+            refuse("", "Expected `low` below `high`, and a range that a number can hold.")
         return self
 
     def scaled(self, numbers: Array) -> Array:
@@ -239,18 +239,24 @@ def _measured(path: Path, labels: Array) -> Array:
 def _class_numbers(path: Path, labels: Array, classes: Classes, count: int) -> Array:
     expected, cure = f"from 0 to {count - 1}", "Correct `classes`, or renumber the labels"
     kind = labels.dtype.kind
+    known = {} if isinstance(classes, int) else {name: code for code, name in enumerate(classes)}
     # 1.0 is whole: tables with gaps have it.
     if kind in "biu" or (kind == "f" and np.array_equal(labels, np.floor(labels))):
         codes = labels.astype(np.int64)
+        if known and all(name.lstrip("-").isdecimal() for name in known):
+            codes = np.array([known.get(str(code), -1) for code in codes])
+            expected = f"out of {[*known]}"
+        truths = {name.casefold(): code for name, code in known.items()}
+        if kind == "b" and truths.keys() == {"false", "true"}:
+            codes = np.where(labels, truths["true"], truths["false"])
     elif isinstance(classes, int):  # texts that spell numbers
         texts = (str(label).strip() for label in labels)
         codes = np.array([int(text) if text.isdecimal() else -1 for text in texts])
         if -1 in codes:
             cure = "List the names of the classes in `classes`"
     else:
-        known = {name: number for number, name in enumerate(classes)}
         codes = np.array([known.get(str(label), -1) for label in labels])
-        expected, cure = f"out of {list(classes)}", "Add it to `classes`, or correct the label"
+        expected, cure = f"out of {[*known]}", "Add it to `classes`, or correct the label"
     wrong = np.flatnonzero((codes < 0) | (codes >= count))
     if len(wrong):
         raise ValueError(

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import nn
 
 from dpspan.app.data import Target, optional
+from dpspan.app.run.evaluation import sentences
 from dpspan.app.trained import TrainedRun
 from dpspan.support.checks import expect
 from dpspan.support.files import replacing
@@ -39,7 +40,10 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     inputs = getattr(run.config.data.private, "inputs", "one array")
     inputs = inputs if run.preprocessing is None else run.preprocessing.used
     columns = inputs if isinstance(inputs, str) else ", ".join(inputs)
-    about = {"certificate": run.certificate, "columns": columns}
+    shown = {key: value for key, value in run.metrics.items() if key.startswith("test_")}
+    numbers = [f"{k.replace('_', ' ')}: {v:.4g}" for k, v in shown.items() if isinstance(v, float)]
+    results = [*numbers, *sentences({k: v for k, v in shown.items() if isinstance(v, dict)})]
+    about = {"certificate": run.certificate, "columns": columns, "results": results}
     text = template.get_template("model_card.md.j2").render(run=run, **about)
     with replacing(card, what="the model card") as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dpspan.app.section import Positive, Section, Texts, refuse
 from dpspan.support.checks import expect, spelt_otherwise
@@ -25,11 +25,7 @@ Array = np.ndarray[Any, Any]
 Values = Sequence[Any] | Array  # texts, numbers or dates; None, NaN or an empty text for a gap
 Origin = Literal["configuration", "data dictionary", "public rows", "paid release"]
 Rows = Callable[[str], Values]  # the values of a column
-Day = Annotated[
-    datetime.date,
-    Field(strict=False),
-    BeforeValidator(lambda v: datetime.date.fromordinal(int(v)) if isinstance(v, float) else v),
-]
+Day = Annotated[datetime.date, Field(strict=False)]
 _GAPS = {"", "?", "NA", "N/A", "<NA>", "NULL", "null", "NaN", "nan", "None"}
 _MIDDLE = (0.025, 0.5, 0.975)  # of public rows: what is beyond, wild values may be, is cut
 _RELEASED = (0.05, 0.5, 0.95)  # of private ones, which tell less about their ends
@@ -72,6 +68,10 @@ class Scaled(Column):
     def read(self, values: Values) -> Array:
         return numbers(values)
 
+    def placed(self, found: Array) -> list[Any]:
+        """The lower bound, what fills gaps and the upper bound, as they are written."""
+        return [*map(float, found)]
+
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         low, high, fill = self._numbers()
@@ -96,11 +96,12 @@ class Scaled(Column):
             bounds = low, high = self._numbers()[0], self._numbers()[1]
             paid: Any = {"bounds": bounds, "epsilon": self.epsilon, "ledger": ledger}
             found = private_quantiles(self.read(private(column)), _RELEASED, **paid)
-            low, fill, high = found if found[0] < found[2] else (low, found[1], high)
+            placed = self.placed(np.array(found))
+            low, fill, high = placed if placed[0] < placed[2] else (self.low, placed[1], self.high)
         else:
             known = self.read(public(column))
             known = known[np.isfinite(known)]
-            low, fill, high = np.quantile(known, _MIDDLE).tolist() if len(known) else (0, 0, 0)
+            low, fill, high = self.placed(np.quantile(known if len(known) else [1.0], _MIDDLE))
             expect(low < high, f"several values of '{column}' in public rows, or its bounds", None)
         return self._with(low=low, high=high, fill=fill)
 
@@ -138,6 +139,10 @@ class Date(Scaled):
     def read(self, values: Values) -> Array:
         return np.array([_day(each, self.format) for each in values], dtype=np.float64)
 
+    def placed(self, found: Array) -> list[Any]:
+        whole = np.concatenate([np.floor(found[:2]), np.ceil(found[2:])])
+        return [datetime.date.fromordinal(int(day)) for day in whole]
+
 
 class Categorical(Column):
     """One feature (0 or 1) for each of `values`, and one for all others, gaps among them.
@@ -159,7 +164,7 @@ class Categorical(Column):
     def frozen(self, column: str, public: Rows, private: Rows, ledger: Ledger) -> Self:
         if self.values:
             return self
-        found = sorted({str(each).strip() for each in public(column)} - _GAPS)
+        found = sorted({_spelt(each) for each in public(column)} - _GAPS)
         what = f"1 to {_MOST} values of '{column}' in public rows, or it to be dropped"
         expect(0 < len(found) <= _MOST, what, len(found))
         return self._with(values=tuple(found))
@@ -171,7 +176,8 @@ class Categorical(Column):
     def encoded(self, values: Values) -> tuple[Array, int]:
         codes, other = {text: code for code, text in enumerate(self.values)}, len(self.values)
         codes |= dict.fromkeys(_GAPS - {*codes}, other + self.indicator)
-        found = np.array([codes.get(str(each).strip(), other) for each in values], dtype=np.intp)
+        texts = ((str(each).strip(), _spelt(each)) for each in values)
+        found = np.array([codes.get(a, codes.get(b, other)) for a, b in texts], dtype=np.intp)
         return np.eye(other + 1 + self.indicator)[found], int((found >= other).sum())
 
 
@@ -249,6 +255,12 @@ def numbers(values: Values) -> Array:
     if isinstance(values, np.ndarray) and values.dtype.kind in "buif":
         return values.astype(np.float64)
     return np.array([_number(each) for each in values], dtype=np.float64)
+
+
+def _spelt(value: Any) -> str:
+    """A value as text: 2.0 is 2, as gaps beside whole numbers make fractions of them."""
+    whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value)) if whole else str(value).strip()
 
 
 def _number(value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,8 @@ class Table(Source):
     def prepared(self, preprocessing: Preprocessing) -> Raw:
         """The features that a description makes of the columns, and the labels.
 
-        A column of which nothing can be read would make a model that learns nothing: an error.
+        A column of which nothing can be read would make a model that learns nothing: an error,
+        and without labels a warning.
         """
         preprocessing.check_names(self.columns, str(self.path))
         strange = Counter[str]()
@@ -92,12 +94,15 @@ class Table(Source):
 
         read = self._whole(preprocessing.used, made)
         lost = [f"'{name}'" for name, count in strange.items() if count == len(read[0]) > _A_FEW]
-        if lost and self.label is not None:  # what is predicted on may well be of another kind
-            raise ValueError(
-                f"Nothing in columns {', '.join(lost)} of {self.path} is what data.preprocessing "
-                "describes. Look at the delimiter, the decimal sign, the format of dates and the "
-                "spelling of values, or drop them. This message depends on private data."
-            )
+        found = (
+            f"Nothing in columns {', '.join(lost)} of {self.path} is what data.preprocessing "
+            "describes. Look at the delimiter, the decimal sign, the format of dates and the "
+            "spelling of values, or drop them. This message depends on private data."
+        )
+        if lost and self.label is not None:
+            raise ValueError(found)
+        if lost:  # what is predicted on may well be of another kind
+            warnings.warn(f"dpspan: {found}", stacklevel=2)
         return read
 
     def ids(self, name: str) -> list[Any] | None:

@@ -16,7 +16,6 @@ from dpspan.app.config import Config, load_config
 from dpspan.app.config.sections import CheckpointSection, FactorySection
 from dpspan.app.data import Source, load
 from dpspan.app.preprocessing import Preprocessing
-from dpspan.app.run.columns import frozen_columns
 from dpspan.app.run.evaluation import classified
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
 from dpspan.app.run.from_config import FEATURES
@@ -69,6 +68,11 @@ class TrainedRun:
             inputs = load(self.source(data), classes=labels, preprocessing=columns).tensors[0]
         elif columns is not None and hasattr(data, "keys"):
             inputs = torch.from_numpy(columns.transform(data))
+        elif hasattr(data, "keys"):  # its columns may be in any order, and are not scaled
+            cure = (
+                "write it to a file like the one trained on, or give an array as the model takes it"
+            )
+            raise ValueError(f"A table in memory needs a run with data.preprocessing: {cure}.")
         else:
             kind = np.int64 if getattr(self.config.data.private, "tokens", False) else np.float32
             try:
@@ -99,11 +103,9 @@ def load_run(path: str | Path) -> TrainedRun:
     No data of the run are opened, nor is what its model began with.
     """
     folder = RunFolder(path)
-    for needed in (folder.model, folder.config):
-        if not needed.exists():
-            cure = "Name the folder of a run of `dpspan train` that has ended"
-            raise FileNotFoundError(f"There is no {needed.name} in {folder.path}. {cure}.")
+    _check_there(folder, folder.model, folder.config)
     config, shape = load_config(folder.config), (folder.facts or {}).get("sample_shape")
+    _check_there(folder, *[folder.preprocessing] * bool(config.data.preprocessing))
     if isinstance(config.model, CheckpointSection):
         kept = config.model.model_dump(include={"factory", "arguments", "fix"})
         config = config.model_copy(update={"model": FactorySection(**kept)})
@@ -114,10 +116,14 @@ def load_run(path: str | Path) -> TrainedRun:
         model = new_model(config, like)
     load_weights(model, folder.model)
     certificate = read_json(folder.certificate)
-    stated = parse_certificate(certificate).training.get("weights_sha256")
-    if stated not in (None, weights_sha256(model.state_dict())):  # ε is of those, and of no others
-        other = f"is not the model that {folder.certificate.name} is about"
-        raise ValueError(f"{folder.model} {other}: restore the one that was trained.")
+    stated, columns = parse_certificate(certificate).training, None
+    known = stated.get("weights_sha256")
+    _check_known(folder, folder.model, "model", known, weights_sha256(model.state_dict()))
+    if config.data.preprocessing:
+        columns = Preprocessing.of_document(read_json(folder.preprocessing))
+        known = stated.get("preprocessing", {}).get("sha256")
+        what = "description of columns"
+        _check_known(folder, folder.preprocessing, what, known, columns.digest)
     if config.features is not None:
         layer = FEATURES[config.features.name].load(folder.kept_features)
         model = nn.Sequential(layer, model)
@@ -131,6 +137,20 @@ def load_run(path: str | Path) -> TrainedRun:
         certificate=certificate,
         epsilon=float(certificate["epsilon"]),
         delta=float(certificate["delta"]),
-        preprocessing=frozen_columns(config, folder),
+        preprocessing=columns,
         metrics={**last, **read_json(folder.evaluation, {})},
     )
+
+
+def _check_there(folder: RunFolder, *paths: Path) -> None:
+    for path in paths:
+        if not path.exists():
+            cure = "Name the folder of a run of `dpspan train` that has ended"
+            raise FileNotFoundError(f"There is no {path.name} in {folder.path}. {cure}.")
+
+
+def _check_known(folder: RunFolder, path: Path, what: str, known: Any, found: str) -> None:
+    """ε is of what the certificate knows, and of no others."""
+    if known not in (None, found):
+        other = f"is not the {what} that {folder.certificate.name} is about"
+        raise ValueError(f"{path} {other}: restore the one that was trained.")

@@ -21,6 +21,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import dpspan
+from dpspan.support.errors import DPSpanError
 from dpspan.support.strict_json import plain
 
 _OWN = "dpspan: "
@@ -146,7 +147,8 @@ def answer(
 def _sentence(error: Exception) -> str:
     """Errors that are meant for users are sentences; of others the kind helps too."""
     text = str(error).strip()
-    if text and isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError):
+    told = DPSpanError | ValueError | TypeError | OSError | RuntimeError | ImportError
+    if text and isinstance(error, told):
         return text
     kind = type(error).__name__
     return f"{kind}: {text or 'no message'}. Run `dpspan --debug …` to see where it comes from."

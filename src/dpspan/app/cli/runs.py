@@ -258,6 +258,7 @@ def predict_command(
     else:
         cells = [[float(f"{number:.6g}")] for number in trained.predict(data)]
     places = range(1, len(cells) + 1) if ids is None else ids
+    expect(len(places) == len(cells), "--id to name one value for each record", id_column)
     rows = [[place, *each] for place, each in zip(places, cells, strict=True)]
     text, note = io.StringIO(), f"Wrote {len(rows)} predictions to {to}."
     csv.writer(text, lineterminator="\n").writerows([header, *rows])

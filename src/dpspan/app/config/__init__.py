@@ -65,6 +65,8 @@ class DataSection(Section):
     def _labels_are_of_one_kind(self) -> Self:
         if (self.classes is None) == (self.target is None):
             refuse("", "Expected classes, or target where labels are numbers, and not both.")
+        if isinstance(self.classes, tuple) and len({*self.classes}) < len(self.classes):
+            refuse("classes", "Expected every class once.")
         folder = isinstance(self.private, ImageFolder) and self.private.labelled
         if self.target is not None and folder:
             refuse(

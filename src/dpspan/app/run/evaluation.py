@@ -23,6 +23,7 @@ from dpspan.support.strict_json import plain
 _OF_CLASSES = ("accuracy", "auc", "sensitivity", "specificity", "calibration_error")
 SHOWN = (*_OF_CLASSES, "mean_absolute_error", "root_mean_squared_error", "r2")
 _BINS = 15
+_MOST = 20  # groups
 Floats = NDArray[np.float64]
 
 
@@ -36,14 +37,16 @@ def evaluate(probabilities: Floats, labels: Any, *, threshold: float = 0.5) -> d
     """Accuracy, AUC (one against the rest) and so on; None for what cannot be measured."""
     classes, found = np.arange(probabilities.shape[1]), classified(probabilities, threshold)
     two, sure, auc = len(classes) == 2, probabilities.max(1), None
-    if len(np.unique(labels)) == len(classes):
+    known = bool(probabilities.sum(1).min() > 0)  # not of a model that says nothing any more
+    if known and len(np.unique(labels)) == len(classes):
         score = probabilities[:, 1] if two else probabilities
         auc = float(metrics.roc_auc_score(labels, score, multi_class="ovr"))
     confusion = metrics.confusion_matrix(labels, found, labels=classes)
     with np.errstate(invalid="ignore"):
         recalls = (np.diag(confusion) / confusion.sum(1)).tolist()
     # In each bin, by how much confidence and accuracy differ, times the bin's records
-    gaps = np.bincount((sure * _BINS).astype(int), sure - (probabilities.argmax(1) == labels))
+    bins = np.minimum((sure * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, sure - (probabilities.argmax(1) == labels))
     measured = {
         "records": len(labels),
         "accuracy": float((found == labels).mean()),
@@ -73,7 +76,9 @@ class Evaluation:
 
     section: EvaluateSection = field(default_factory=EvaluateSection)
     target: Target | None = None  # where labels are numbers
-    groups: Any = None  # the column `by` of the test data
+    groups: NDArray[np.str_] | None = (
+        None  # of each test record a text, `by` which results are told
+    )
     unseen: Dataset[Any] | None = None  # test data of which one accuracy is released
 
     def results(self, task: Task, model: nn.Module, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,10 +104,19 @@ class Evaluation:
             found, true = (self.target.unscaled(_array(x[:, 0])) for x in (outputs, labels))
         parts = {"all": np.full(len(true), True)}
         if self.groups is not None:
-            texts = np.array([str(value) for value in self.groups])
-            parts |= {f"{self.section.by} = {each}": texts == each for each in np.unique(texts)}
-        expect(len(parts) <= 21, "at most 20 values of evaluate.by", len(parts) - 1)
+            names = np.unique(self.groups)
+            parts |= {f"{self.section.by} = {each}": self.groups == each for each in names}
         return {name: judge(found[own], true[own]) for name, own in parts.items()}
+
+
+def groups_of(by: str, values: Any, records: int) -> NDArray[np.str_]:
+    """Of each test record the group as text; ValueError before anything is spent."""
+    expect(values is not None, "evaluate.by to be a column there", by)
+    groups = np.array([str(each) for each in values])
+    expect(len(groups) == records, "evaluate.by to have one value for each test record", by)
+    few = len(np.unique(groups)) <= _MOST
+    expect(few, f"evaluate.by to be a column of at most {_MOST} different values", by)
+    return groups
 
 
 def sentences(document: Mapping[str, Any]) -> Iterator[str]:

@@ -17,10 +17,11 @@ from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
+from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
-from dpspan.app.run.evaluation import Evaluation
+from dpspan.app.run.evaluation import Evaluation, groups_of
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.models import _rehearse, device_of, new_model
 from dpspan.app.run.prospects import rehearsed
@@ -33,7 +34,6 @@ from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.pretrained import PretrainedFeatures
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import expect
 from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 from dpspan.support.units import Units
@@ -74,6 +74,9 @@ def train(
             stack.enter_context(folder.locked())
             if processes.is_first and folder.checkpoint.exists() and not resume:
                 folder.begin_anew()
+            if isinstance(config.method, ConvexSection) and folder.finished:
+                held = f"{folder.path} holds a run already"
+                raise ValueError(f"{held}. Choose another output folder.")
         with processes.together():
             run = _prepared(config, folder, processes)
         run.start()
@@ -97,8 +100,10 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     folder.refuse_lost_ledger()
     goes_on = folder.checkpoint.exists()
     parts = make_parts(config, folder, goes_on=goes_on, pays=True)
-    folder.keep_columns(parts.columns)
     chosen = None if config.choose is None else chosen_public(config, parts, folder)["chosen"]
+    if (facts := folder.facts) is not None and (goes_on or folder.finished):
+        folder.refuse_other_settings(config.fixed(), facts["settings"])
+    folder.keep_columns(parts.columns)  # not before: they are a part of the model that is there
     if not goes_on:
         folder.remove(folder.features)  # of a run that never came to a step
         if parts.layer is not None:
@@ -136,9 +141,9 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
 
 def _evaluation(config: Config, parts: Parts) -> Evaluation:
     """What is measured at the end; test data that are not public only if noise pays for it."""
-    judge, tested = config.evaluate, config.data.test
-    groups = None if judge.by is None or tested is None else tested.ids(judge.by)
-    expect(judge.by is None or groups is not None, "evaluate.by to be a column there", judge.by)
+    judge, tested, groups = config.evaluate, config.data.test, None
+    if judge.by is not None and tested is not None and parts.test is not None:
+        groups = groups_of(judge.by, tested.ids(judge.by), len(parts.test.dataset))
     unseen = parts.test.dataset if parts.test is not None and judge.noise_multiplier else None
     return Evaluation(section=judge, target=config.data.target, groups=groups, unseen=unseen)
 
@@ -219,7 +224,8 @@ def _load(
     if copies := loaded.copies_of(private):
         count = f"{len(copies)} of the {len(loaded.dataset)} samples"
         found = f"{count} of {where} also occur in the private data"
-        example = f"exact copies, e.g. sample {copies[0]}"
+        how = "exact copies" if columns is None else "equal as data.preprocessing makes them"
+        example = f"{how}, e.g. sample {copies[0]}"
         if public:
             raise ValueError(
                 f"{found} ({example}), however the two are scaled. If private records got into the "

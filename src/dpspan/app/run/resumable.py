@@ -104,6 +104,7 @@ class Run:
         self._ledger.warn(*found)
         self._note_unprivate()
         if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
+            folder.remove(folder.evaluation)  # of another model, whose run did not end
             self._ledger.charge(gaussian_event(self.evaluation.section.noise_multiplier or 1.0))
         ended = self.evaluation.unseen is not None and (folder.facts or {}).get("status")
         if saved is not None and ended and "test_accuracy" not in read_json(folder.evaluation, {}):
@@ -250,9 +251,6 @@ class Run:
     def _fit(self, method: FullBatch) -> Result:
         """All steps of a convex method: what is seen of them is the end."""
         task, training, ledger = self.task, self.training, self._ledger
-        if self.folder.finished:
-            held = f"{self.folder.path} holds a run already"
-            raise ValueError(f"{held}. Choose another output folder.")
         ledger.protect(task.protects)
         z = method.noise_for(task, ledger.events)
         model = training.model = task.new_model(self.seed, self.contender.model)
