@@ -67,7 +67,11 @@ def test_from_a_hospital_s_table_to_a_model(hospital: Path) -> None:
     assert right == pytest.approx(done["metrics"]["test_accuracy"])
     assert "SECRET" not in predicted.output + (hospital / "out.csv").read_text()
     dpspan("report", run)
-    for file in [*run.iterdir(), hospital / "config.yaml"]:
+    dpspan("export", run, "--to", "safetensors", "--out", "published")
+    published = hospital / "published"
+    described = (run / "preprocessing.json").read_bytes()
+    assert (published / "preprocessing.json").read_bytes() == described
+    for file in [*run.iterdir(), *published.iterdir(), hospital / "config.yaml"]:
         assert b"SECRET" not in file.read_bytes()
     assert "SECRET" not in said.output
 

@@ -214,6 +214,19 @@ def test_values_that_do_not_fit(folder: Path, changes: dict[str, Any], message: 
     silent(["--debug", "train", "c.yaml"])
 
 
+def test_labels_that_should_be_numbers(folder: Path) -> None:
+    (folder / "p.csv").write_text("name,insurance,ward,ill\n" + ROWS)
+    source = {"format": "csv", "path": "p.csv", "inputs": ["insurance"], "label": "name"}
+    whole = configuration(source, classes=None, target={"low": 0, "high": 1})
+    (folder / "c.yaml").write_text(yaml.safe_dump({**whole, "model": {"name": "linear"}}))
+    for command in (["train"], ["audit", "step"], ["--debug", "train"]):
+        said = silent([*command, "c.yaml"])
+        assert said.exit_code == 1
+    assert "Expected numbers as labels in p.csv, got something else at sample 0" in str(
+        said.exception or said.stderr
+    )
+
+
 @pytest.mark.filterwarnings("ignore:dpspan")
 def test_what_a_run_leaves(folder: Path) -> None:
     """Values that no list has, gaps and texts among numbers, of a run that goes well."""

@@ -218,7 +218,7 @@ def test_tables_are_prepared_as_in_training(folder: Path) -> None:
     np.testing.assert_allclose(run.predict_proba(frame), found, atol=1e-6)
     with pytest.raises(ValueError, match="does not have: 'side'"):
         run.predict({"age": [1]})
-    _, card, _ = export(run, "safetensors", "out")
+    _, card, *_ = export(run, "safetensors", "out")
     assert "csv records (age, side)" in card.read_text()
     kept = folder / "run" / "preprocessing.json"
     kept.write_text(kept.read_text().replace('"low": 0.0', '"low": -900.0'))
@@ -280,6 +280,7 @@ def test_safetensors_carry_the_price(patients: Path) -> None:
     assert facts["delta"] == "1e-05"
     assert facts["adjacency"] == "add or remove one record"
     assert json.loads(facts["classes"]) == ["even", "odd"]
+    assert facts["threshold"] == "0.5"
     for name, value in run.model.state_dict().items():
         torch.testing.assert_close(kept[name], value)
     certified = (patients / "certificate.json").read_text()

@@ -32,7 +32,11 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     price = folder / "model.certificate.json"  # a report would take certificate.json for a run's
     facts = {key: str(run.certificate[key]) for key in ("private", "epsilon", "delta", "adjacency")}
     target = run.config.data.target
-    facts |= {"classes": json.dumps(run.classes)} if target is None else {"target": str(target)}
+    if target is None:
+        facts["classes"] = json.dumps(run.classes)
+        facts["threshold"] = str(run.config.evaluate.threshold)
+    else:
+        facts["target"] = str(target)
     with replacing(model, what="the model") as temporary:
         _WRITERS[to](run, temporary, facts)
     loader = PackageLoader("dpspan.app.report")
@@ -47,8 +51,12 @@ def export(run: TrainedRun, to: str, out: str | Path | None = None) -> tuple[Pat
     text = template.get_template("model_card.md.j2").render(run=run, **about)
     with replacing(card, what="the model card") as temporary:
         temporary.write_text(text, encoding="utf-8")
-    shutil.copy(run.folder / "certificate.json", price)
-    return model, card, price
+    copies = {"certificate.json": price}
+    if run.preprocessing is not None:
+        copies["preprocessing.json"] = folder / "preprocessing.json"
+    for name, copy in copies.items():
+        shutil.copy(run.folder / name, copy)
+    return model, card, *copies.values()
 
 
 def _safetensors(run: TrainedRun, path: Path, facts: dict[str, str]) -> None:
