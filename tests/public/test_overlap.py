@@ -205,7 +205,7 @@ def test_workers_read_the_records(tmp_path: Path) -> None:
 
 def test_tensors_in_memory_need_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Subset(TensorDataset(X, Y), range(N)), num_workers=2)
-    monkeypatch.setattr(overlap, "DataLoader", None)
+    monkeypatch.setattr(overlap, "like", None)
     with pytest.raises(ValueError, match="5 of the 5"):
         refuse_overlap(loader, [PublicData.of(X[:5])])
 

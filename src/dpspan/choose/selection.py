@@ -41,7 +41,7 @@ from dpspan.accounting.picking import MECHANISMS, pick, probability_of_best
 from dpspan.choose.probe import PIECE, Loss, Probe, check_independence, drawn, principal_subspace
 from dpspan.engine.plan import units_of
 from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
-from dpspan.public.data import PublicData, hold
+from dpspan.public.data import PublicData, hold, like
 from dpspan.public.overlap import refuse_overlap
 from dpspan.subspaces.subspace import Subspace
 from dpspan.support.checks import check_count, check_number, expect
@@ -296,17 +296,15 @@ def sampled_batches(
     if not chosen:
         return
     with fresh_randomness():  # the seeds of workers come from here
-        batches = iter(
-            DataLoader(
-                _Single(dataset, chosen),
-                batch_size=piece,
-                collate_fn=partial(_collated, loader.collate_fn),
-                num_workers=loader.num_workers,
-                timeout=loader.timeout,
-                worker_init_fn=FreshWorker(loader.worker_init_fn),
-                multiprocessing_context=loader.multiprocessing_context,
-            )
+        alone = like(
+            loader,
+            dataset=_Single(dataset, chosen),
+            batch_size=piece,
+            collate_fn=partial(_collated, loader.collate_fn),
+            timeout=loader.timeout,
+            worker_init_fn=FreshWorker(loader.worker_init_fn),
         )
+        batches = iter(alone)
     waiting: dict[Any, Any] = {}
     while True:
         with fresh_randomness():

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from dpspan.accounting.events import gaussian_event, step_event
-from dpspan.public.data import batches_of, check_map_style
+from dpspan.public.data import batches_of, check_map_style, like
 from dpspan.support.checks import check_count, expect
 from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
@@ -214,17 +214,13 @@ class PrivateLoader:
         self._seed: int | None = None  # of torch, for the piece at hand
         self._feed = _Feed()
         begin = FreshWorker(loader.worker_init_fn) if self._fresh else loader.worker_init_fn
-        self._inner: DataLoader[Any] = DataLoader(  # in_order: pieces are matched by order
-            loader.dataset,
+        self._inner = like(  # in_order: pieces are matched by order
+            loader,
             batch_sampler=self._feed,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            worker_init_fn=begin,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=begin,
-            multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
-from dpspan.public.data import PublicData
+from dpspan.public.data import PublicData, like
 from dpspan.public.overlap import refuse_overlap
 from dpspan.support.left_as_found import left_as_found
 
@@ -108,14 +108,11 @@ class PrivateTrainer(Trainer):
             )
         plain, args = super().get_train_dataloader(), self.args
         epochs: float = args.num_train_epochs
-        loader: DataLoader[Any] = DataLoader(
-            plain.dataset,
+        loader = like(
+            plain,
             batch_size=args.per_device_train_batch_size * self._accumulated,
-            collate_fn=plain.collate_fn,
-            num_workers=plain.num_workers,
+            worker_init_fn=None,
             pin_memory=plain.pin_memory,
-            multiprocessing_context=plain.multiprocessing_context,
-            prefetch_factor=plain.prefetch_factor,
             persistent_workers=plain.persistent_workers,
         )
         if self.privacy.eval_is_public and (held_out := self.eval_dataset) is not None:

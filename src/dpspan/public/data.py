@@ -209,9 +209,14 @@ def _(source: DataLoader) -> Iterable[Any]:  # type: ignore[type-arg]
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement
     if source.batch_size is None or not shuffles or len(sampler) != len(sampler.data_source):
         return source
-    kept = "batch_size collate_fn num_workers drop_last worker_init_fn multiprocessing_context"
-    names = (*kept.split(), "generator")
-    return DataLoader(source.dataset, **{name: getattr(source, name) for name in names})
+    own = {name: getattr(source, name) for name in ("batch_size", "drop_last", "generator")}
+    return like(source, **own)
+
+
+def like(loader: DataLoader[Any], **other: Any) -> DataLoader[Any]:
+    """A loader of the same dataset, collation and workers, but for what is `other`."""
+    kept = "dataset collate_fn num_workers worker_init_fn multiprocessing_context prefetch_factor"
+    return DataLoader(**({name: getattr(loader, name) for name in kept.split()} | other))
 
 
 def check_map_style(dataset: Any, what: str) -> None:

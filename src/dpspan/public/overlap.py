@@ -20,6 +20,7 @@ from dpspan.public.data import (
     in_memory,
     in_order,
     inputs_of,
+    like,
 )
 from dpspan.public.fingerprints import Sieve, leaves
 from dpspan.public.unchanged import stamp
@@ -136,14 +137,10 @@ def _compared(private: DataLoader[Any], sieves: Sequence[Sieve]) -> Iterator[Fou
         read = in_order(dataset, _COMPARED, private.collate_fn)
         pieces = ([_found(sieves, *batch) for batch in piece] for piece in read)
     else:
-        pieces = DataLoader(
-            dataset,
+        pieces = like(
+            private,
             batch_size=_COMPARED,
             collate_fn=partial(_found_by_worker, sieves, private.collate_fn),
-            num_workers=private.num_workers,
-            worker_init_fn=private.worker_init_fn,
-            multiprocessing_context=private.multiprocessing_context,
-            prefetch_factor=private.prefetch_factor,
             generator=torch.Generator(),  # takes nothing from torch's own random numbers
         )
     count = math.ceil(len(dataset) / _COMPARED)
