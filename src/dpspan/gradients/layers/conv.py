@@ -134,9 +134,6 @@ class Patches(Factored):
         x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
         if self.groups > 1 or not len(x) or not fused(x) or not Arithmetic.of(x).factor:
             return self.rows(start, stop)
-        return self._patch_products(x, b)
-
-    def _patch_products(self, x: Tensor, b: Tensor) -> Tensor:
         from dpspan.gradients.layers import kernels
 
         pad = [side for p in reversed(self.padding) for side in (p, p)]
@@ -204,21 +201,13 @@ class Patches(Factored):
         long = height + (lines - 1) * dilation // step
         pad = [side for p in reversed(self.padding) for side in (p, p)]
         pad[-1] = step * long - x.shape[2] - pad[-2]  # as far as the last phase reaches; may crop
-        x = F.pad(x, pad).contiguous()
-        channels = x.shape[1] // self.groups
-        sample, channel, line, *pixel = x.stride()
-        laid_out = x.as_strided(
-            (n, self.groups, step, channels, *self.weight[3:], long, *self.b.shape[3:]),
-            (
-                sample,
-                channels * channel,
-                line,
-                channel,
-                *(one * d for one, d in zip(pixel, self.dilation[1:], strict=True)),
-                step * line,
-                *(one * s for one, s in zip(pixel, self.stride[1:], strict=True)),
-            ),
-        ).reshape(n, self.groups, step, channels * self.weight[3:].numel(), long * width)
+        channels, others = x.shape[1] // self.groups, len(pad) // 2 - 1
+        x = F.pad(x, pad).unflatten(1, (self.groups, -1)).unflatten(3, (long, step)).movedim(4, 2)
+        view = _windows(x, 5, self.weight[3:], self.stride[1:], self.dilation[1:])
+        # Positions behind the kernel's entries.
+        view = view.movedim(tuple(range(4, 5 + others)), tuple(range(-1 - others, 0)))
+        under = channels * self.weight[3:].numel()
+        laid_out = view.reshape(n, self.groups, step, under, long * width)
         out = b.reshape(n, self.groups, b.shape[1] // self.groups, self.depth)
         products = []
         for index in range(lines):
@@ -230,21 +219,10 @@ class Patches(Factored):
     def _unfold(self, x: Tensor) -> Tensor:
         """Patches as (n, groups, positions, d_in): a strided view, copied once."""
         pad = [side for p in reversed(self.padding) for side in (p, p)]
-        x = F.pad(x, pad).contiguous()
-        n, channels = x.shape[0], x.shape[1] // self.groups
-        sample, channel, *pixel = x.stride()
-        kernel, positions = self.weight[2:], self.b.shape[2:]
-        view = x.as_strided(
-            (n, self.groups, *positions, channels, *kernel),
-            (
-                sample,
-                channels * channel,
-                *(step * s for step, s in zip(pixel, self.stride, strict=True)),
-                channel,
-                *(step * d for step, d in zip(pixel, self.dilation, strict=True)),
-            ),
-        )
-        return view.reshape(n, self.groups, positions.numel(), channels * kernel.numel())
+        x = F.pad(x, pad).unflatten(1, (self.groups, -1))
+        view = _windows(x, 3, self.weight[2:], self.stride, self.dilation)
+        view = view.movedim(2, 2 + len(self.stride))  # channels behind positions
+        return view.reshape(len(x), self.groups, self.depth, self.weight[1:].numel())
 
     def _sequences(self, b: Tensor) -> Tensor:
         """Output gradients as (n, groups, positions, d_out)."""
@@ -257,6 +235,14 @@ class Patches(Factored):
         gradient: Callable[..., Tensor] = getattr(conv_grad, f"conv{len(self.stride)}d_weight")
         groups = samples * self.groups
         return gradient(x, shape, b, self.stride, self.padding, self.dilation, groups)
+
+
+def _windows(x: Tensor, axis: int, *geometry: tuple[int, ...]) -> Tensor:
+    """What lies under a kernel of this size, stride and dilation, in dimensions at the end."""
+    for size, step, gap in zip(*geometry, strict=True):
+        x = x.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+        axis += 1
+    return x
 
 
 def _batched(left: Tensor, right: Tensor) -> Tensor:
