@@ -275,10 +275,6 @@ class Capture:
         """Around a run of a module that torch.func takes as a whole, or of a plain one."""
         return meanwhile(self, inside_unit=True)
 
-    @property
-    def on_cuda(self) -> bool:
-        return any(parameter.is_cuda for parameter in self.model.parameters())
-
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, as they are now."""
         now = {name: module._parameters.get(own) for name, (module, own) in self._owners.items()}

@@ -14,8 +14,7 @@ which takes its seed at the time. Noise and sampling are never part of a graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +102,8 @@ class Graphs:
                 "The model is given something that has a gradient, which a replay would not pass "
                 "on. Make the layers before it part of the model, or leave cuda_graphs out."
             )
-        if not capture.on_cuda or torch.compiler.is_compiling():
+        on_cuda = any(p.is_cuda for p in capture.model.parameters())
+        if not on_cuda or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         kind = self._kind(capture, leaves, structure)
         if kind not in self._recordings:
@@ -138,7 +138,10 @@ class Graphs:
         device = next(x.device for x in static if isinstance(x, Tensor))
         counted = torch.ones(batch.rows // batch.views, dtype=torch.bool, device=device)
         try:
-            with capture.recording(), _no_autocast_cache():
+            # Weights that autocast rounds are rounded at every replay: they change in between.
+            autocast = torch.is_autocast_enabled("cuda")
+            uncached = torch.autocast("cuda", enabled=autocast, cache_enabled=False)
+            with capture.recording(), uncached:
                 with torch.cuda.graph(first):
                     outputs, shape = tree_flatten(forward(*args, **kwargs))
                 ends = [i for i, x in enumerate(outputs) if _has_gradient(x)]
@@ -244,15 +247,3 @@ def _check_ends(ends: list[Tensor], rows: int) -> None:
             f"in front (here {rows}) and in no other dimension; a loss belongs outside of it. Set "
             "another max_physical_batch_size, or leave cuda_graphs out."
         )
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Weights that autocast rounds are rounded at every replay: they change in between."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
