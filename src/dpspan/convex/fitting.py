@@ -14,7 +14,6 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
-from dp_accounting import GaussianDpEvent
 
 from dpspan.accounting.ledger import Ledger
 from dpspan.convex.losses import Records
@@ -127,7 +126,3 @@ class Fit:
         sound = all(_SMALLEST <= clip <= _LARGEST for clip in clips)
         expect(sound, f"clips between {_SMALLEST:g} and {_LARGEST:g}", self.clip)
         return clips
-
-    def charge(self) -> None:
-        """Enter one step into the ledger; nothing of it is computed before that."""
-        self.ledger.charge(GaussianDpEvent(self.noise_multiplier))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+from dp_accounting import GaussianDpEvent
 
 from dpspan.convex.fitting import Fit
 from dpspan.convex.preconditioners import (
@@ -68,12 +69,12 @@ class _Descent:
         share, update = self._preconditioned(fit, subspace)
         z_b = fit.noise_multiplier / math.sqrt(1 - share)
         skipped = self.steps - max(math.ceil(self.average * self.steps), 1)
-        average = np.zeros_like(theta)
+        average, event = np.zeros_like(theta), GaussianDpEvent(fit.noise_multiplier)
         for t in range(1, self.steps + 1):
             clip = clips[t - 1]
             if t > 1 and self.subspace.turns:
                 subspace = self._subspace_at(fit, theta)
-            fit.charge()
+            fit.ledger.charge(event)  # nothing of a step is computed before that
             m = fit.records.unprivate_mean(theta, clip)
             std = z_b * clip / n
             noisy = subspace.embed(m) + fit.noise.normal(subspace.size, std)
