@@ -65,11 +65,6 @@ class Seen:
         return not self.routed and bool(self.outputs) and not places & {FOLDED, UNCLEAR}
 
     @property
-    def folded(self) -> bool:
-        """Whether other dimensions are folded into the batch: how many depends on their sizes."""
-        return FOLDED in self.first.values()
-
-    @property
     def takes_batch(self) -> bool:
         """Whether it is given whole batches."""
         return self.fits_unit and any(place >= 0 for place in self.inputs.values())

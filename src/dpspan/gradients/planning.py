@@ -96,7 +96,8 @@ class Planner:
                 self._look(layout, "", forward, call, rows)
                 if "" not in layout.refused:
                     self._decide(layout, forward, call, rows)
-            folded = any(seen.folded for seen in layout.seen.values())
+            # How many dimensions are folded into the batch depends on their sizes.
+            folded = any(FOLDED in seen.first.values() for seen in layout.seen.values())
             self._layouts[sized if folded else kind] = layout
         self._planned = None if "" in layout.refused else layout
         if not shards:  # or all would have to look again
