@@ -57,7 +57,7 @@ def test_products_are_precise_whatever_torch_is_set_to(setting: str) -> None:
     torch.set_float32_matmul_precision(setting)
     try:
         settings = set_to()
-        found = numerics.product(a, b), numerics.minus_product(c, a, b), numerics.square_product(a)
+        found = numerics.product(a, b), numerics.product(a, b, off=c), numerics.square_product(a)
         after = set_to()
     finally:
         torch.set_float32_matmul_precision(before)
@@ -78,7 +78,7 @@ def test_products_of_halves_are_as_precise(monkeypatch: pytest.MonkeyPatch, toge
     g = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(*size, generator=g) for size in ((30, 500), (500, 20), (30, 20)))
     x, y, z = a.double(), b.double(), c.double()
-    found = numerics.product(a, b), numerics.minus_product(c, a, b), numerics.square_product(a)
+    found = numerics.product(a, b), numerics.product(a, b, off=c), numerics.square_product(a)
     for value, exact in zip(found, (x @ y, z - x @ y, x @ x.T), strict=True):
         assert float((value - exact).norm() / exact.norm()) < 2e-6
 

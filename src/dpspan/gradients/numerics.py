@@ -80,7 +80,7 @@ class Arithmetic:
 
     @classmethod
     def precise(cls, x: Tensor) -> Self:
-        """The arithmetic of `product` and `minus_product`, whatever torch is set to."""
+        """The arithmetic of `product`, whatever torch is set to."""
         now = cls.of(x)
         return cls(now.unit, 2.0**-20 if _splits(x, now) else 0.0)
 
@@ -99,24 +99,17 @@ class Arithmetic:
         return (_BLOCK + 8) * self.unit
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as precise as IEEE float32, also where torch would round the factors.
+def product(a: Tensor, b: Tensor, *, off: Tensor | None = None) -> Tensor:
+    """a @ b, or `off` − a @ b, as precise as IEEE float32, whatever torch is set to.
 
     Differences of long vectors, and eigenvalues far below the largest, need it. On a GPU with TF32
     the factors of a large product are split in two each that TF32 takes as they are: three
     products, still faster than one in IEEE float32.
     """
-    return _plus_product(None, a, b, 1.0)
+    sign = 1.0 if off is None else -1.0
 
-
-def minus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c − a @ b in the same precision."""
-    return _plus_product(c, a, b, -1.0)
-
-
-def _plus_product(c: Tensor | None, a: Tensor, b: Tensor, sign: float) -> Tensor:
     def first(left: Tensor, right: Tensor) -> Tensor:
-        return left @ right if c is None else torch.addmm(c, left, right, alpha=sign)
+        return left @ right if off is None else torch.addmm(off, left, right, alpha=sign)
 
     if not _splits(a, Arithmetic.of(a)) or not _pays(len(a), len(b), b.shape[1]):
         with ieee(a):

@@ -23,13 +23,7 @@ from torch import Tensor
 from dpspan.gradients.layers.embedding import Lookup
 from dpspan.gradients.layers.linear import Outer
 from dpspan.gradients.layers.terms import Rows, Stack, Term, joined, line_blocks, weighted_sum
-from dpspan.gradients.numerics import (
-    Arithmetic,
-    ieee,
-    minus_product,
-    plain_arithmetic,
-    squared_norms,
-)
+from dpspan.gradients.numerics import Arithmetic, ieee, plain_arithmetic, product, squared_norms
 from dpspan.gradients.operator import Names, Pack, PerSampleGradients, one_by_one, usable_weights
 
 _FLOAT64 = Arithmetic(2.0**-53, 0.0)
@@ -105,7 +99,7 @@ class Residual:
         rows = {}
         for names, pack in packs.items():
             lines = line_blocks(self._own(names).term, pack.term, pack.shape)
-            parts = [minus_product(left, shares, right) for left, right in lines]
+            parts = [product(shares, right, off=left) for left, right in lines]
             rows[names] = joined(parts, dim=1)
         return rows
 
@@ -169,7 +163,7 @@ def _by_rows(own: Pack, anchors: Pack, shares: Tensor, taken: Tensor) -> tuple[T
     """Squared norms of the rows of r in one pack, and how much longer than that they can be."""
     arithmetic = Arithmetic.of(shares)
     parts = [
-        squared_norms(minus_product(left, shares, right))
+        squared_norms(product(shares, right, off=left))
         for left, right in line_blocks(own.term, anchors.term, own.shape)
     ]
     square = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
