@@ -31,6 +31,7 @@ _LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
 RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
 UNITS_TOLD = "the number of private units is disclosed"
 SEARCHED = "unprivate: learning rates were searched"
+SETTINGS_SEARCHED = "unprivate: settings were searched"
 _ADJACENCY = {
     "record": "add or remove one record",
     "unit": "add or remove one unit: every record of one id",
