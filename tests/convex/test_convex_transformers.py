@@ -197,6 +197,15 @@ def test_those_that_keep_nothing_are_no_harm() -> None:
     assert pipeline[-1].certificate_["private"]
 
 
+@pytest.mark.parametrize("kind", [PrivateScaler, PrivateImputer])
+def test_one_of_several_processes_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ledger = Ledger()
+    with pytest.raises(RuntimeError, match="one of several processes"):
+        kind(**WIDE).fit(records()[0], ledger=ledger)
+    assert ledger.steps == 0
+
+
 def test_texts_are_not_shown() -> None:
     with pytest.raises(ValueError, match="got text among them") as caught:
         PrivateScaler(**WIDE).fit([["SECRET"], ["1"]])

@@ -21,6 +21,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.questions import private_quantiles
 from dpspan.convex.rows import Array, no_echo
 from dpspan.support.checks import check_positive
+from dpspan.support.processes import refuse_several_processes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -38,6 +39,7 @@ class PrivateScaler(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any = None, *, ledger: Ledger | None = None) -> Self:
         """Release the quantiles of private records."""
+        refuse_several_processes()
         x = self._validated(X)
         bounds = np.broadcast_arrays(self.low, self.high, x[0])[:2]
         share, count = check_positive("epsilon", self.epsilon) / x.shape[1], len(self._quantiles)
