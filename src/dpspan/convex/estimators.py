@@ -334,7 +334,7 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     `classes`, by default those in `y`. A `random_state` fixes the noise: for tests only, and the
     certificate says that the fit is not private. The `accountant` is the ledger's if one is given
     to `fit`, else "pld" unless stated. A `noise_multiplier`, z of a step, is taken as it is;
-    `epsilon` stays the most that it may cost.
+    `epsilon` stays the most that it may cost, unless a ledger is given, whose budget decides.
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.
