@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpspan.accounting.calibration import calibrate, calibrate_event
-from dpspan.accounting.epsilon import account, pld_epsilon, pld_interval
-from dpspan.accounting.events import step_event
+from dpspan.accounting.epsilon import account, pld_epsilon, pld_interval, renyi
+from dpspan.accounting.events import pure_event, step_event
 from dpspan.accounting.promises import Budget
 from dpspan.support.errors import BudgetExceeded
 
@@ -192,6 +192,16 @@ def test_orders_that_rdp_leaves_out_are_not_shouted_about(monkeypatch):
     assert steps_epsilon(4.0, 0.3, 1, accountant="rdp") == pytest.approx(direct)
     assert not records
     assert logging.getLogger("absl").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("spent", [1e-12, 1e-9, 1e-7, 1e-5, 1e-3, 0.1])
+def test_what_is_pure_has_the_divergences_of_randomised_response(spent):
+    orders, found = renyi([(pure_event(spent), 3)])
+    # log(cosh((α - 1/2)ε) / cosh(ε/2)), whatever is small
+    both = np.sinh(orders * spent / 2) * np.sinh((orders - 1) * spent / 2)
+    exact = 3 * np.log1p(2 * both / np.cosh(spent / 2)) / (orders - 1)
+    np.testing.assert_allclose(found, exact, rtol=1e-6)
+    assert epsilon((pure_event(spent), 3), accountant="rdp", delta=spent / 100) > 0
 
 
 def test_a_negative_divergence_is_not_taken_for_zero_epsilon(monkeypatch):

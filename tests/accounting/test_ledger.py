@@ -5,7 +5,9 @@ import json
 import math
 import pickle
 import re
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import dp_accounting
 import numpy as np
@@ -14,6 +16,7 @@ from dp_accounting import dp_event, rdp
 from dp_accounting.dp_event import GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent
 
 from dpspan.accounting.calibration import calibrate
+from dpspan.accounting.epsilon import account
 from dpspan.accounting.events import pure_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
@@ -437,6 +440,24 @@ def test_a_ledger_is_not_sent_to_another_process():
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="state_dict"):
             action(ledger)
+
+
+def test_threads_that_share_a_ledger_do_not_exceed_its_budget(monkeypatch) -> None:
+    monkeypatch.setattr(  # slow enough for all to be asked before one is written down
+        "dpspan.accounting.ledger.account", lambda *asked: time.sleep(0.02) or account(*asked)
+    )
+    ledger = Ledger(accountant="rdp", budget=Budget(epsilon=1.0, delta=1e-5))
+
+    def charged(_: int) -> bool:
+        try:
+            ledger.charge(GaussianDpEvent(5.5))
+        except BudgetExceeded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(charged, range(4))) == ledger.steps
+    assert 0 < ledger.epsilon() <= 1.0
 
 
 def test_as_notebooks_show_it() -> None:

@@ -97,6 +97,38 @@ def test_a_certificate_that_was_changed(run: RunFolder, change: Any, found: set[
     assert failing(run.path) == found
 
 
+def noted(ledger: dpspan.Ledger) -> None:
+    ledger.invalidate("noise was drawn from a fixed seed")
+    ledger.declare_public("photographs", "0" * 64, 5)
+    ledger.warn("the number of private records is disclosed: q is made of it")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda d: d.update(private=True, not_private_because=[]), {"ledger"}),
+        (lambda d: d["public"].clear(), {"ledger"}),
+        (lambda d: d["public"][0].update(sha256="1" * 64), {"ledger"}),
+        (lambda d: d.update(discloses_number_of_records=False), {"statements"}),
+        (lambda d: d.update(delta=0.1, epsilon=0.0), {"ε", "statements"}),
+        (lambda d: d["budget"].update(delta=1e-12), {"statements"}),
+    ],
+)
+def test_what_a_ledger_tells_is_not_left_out(tmp_path: Path, change: Any, found: set[str]) -> None:
+    ledger, folder = dpspan.Ledger(budget=dpspan.Budget(epsilon=2.5, delta=1e-5)), tmp_path
+    ledger.charge(step_event(1.0, 0.01), 1000)
+    noted(ledger)
+    RunFolder(folder).write_ledger(ledger)
+    for delta in (1e-5, 1e-12):  # where ε is above 2.5, but not at the budget's δ
+        path = dpspan.write_certificate(
+            folder / "certificate.json", certificate(ledger, delta=delta, training={})
+        )
+        assert failing(folder) == set()
+    path = dpspan.write_certificate(path, certificate(ledger, training={}))
+    edit(path, change)
+    assert failing(folder) == found
+
+
 def test_files_that_were_changed(run: RunFolder) -> None:
     weights = safetensors.torch.load_file(run.model)
     weights["1.bias"][3] += 1e-6

@@ -113,6 +113,16 @@ def test_it_covers_gaussian_noise(epsilon: float) -> None:
     assert max(above) <= binom(300, 0.05).isf(1e-3)
 
 
+def test_a_bound_for_gaussian_noise_is_none_for_another_mechanism() -> None:
+    """As docs/audit.md says, of randomized response with ε = 1."""
+    rng, above = np.random.default_rng(1), 0
+    for _ in range(20):
+        coins = coins_of(rng, 1000)
+        told = np.where(rng.random(1000) < expit(1.0), coins, ~coins)
+        above += epsilon_lower_bound(told, coins, delta=DELTA, gaussian=True) > 1
+    assert above > 10
+
+
 def test_the_law_of_weighted_guesses_is_exact() -> None:
     """Against convolution, one guess at a time."""
     weights, epsilon = np.array([7, 7, 5, 3, 2, 1, 1, 1, 0, 0]), 0.7

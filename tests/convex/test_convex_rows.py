@@ -220,6 +220,18 @@ def test_a_whole_unit_moves_the_sum_by_at_most_the_clip(
     assert np.linalg.norm(difference / clip) <= 1 + rounding
 
 
+def test_a_large_unit_shortens_nobody_else_s_gradient() -> None:
+    rng = np.random.default_rng(0)
+    x, d = rng.standard_normal((3004, 5)), rng.standard_normal((3004, 2))
+    ids = [0, 0, 1, 2, *[3] * 3000]
+
+    def weights(count: int) -> np.ndarray:
+        units = Units.of(ids[:count], count, records=count)
+        return Rows(x[:count], intercept=True, units=units).clipped_weights(d[:count], 0.1)[:4]
+
+    np.testing.assert_array_equal(weights(3004), weights(4))
+
+
 def test_by_records_a_unit_moves_the_sum_by_as_many_clips() -> None:
     x, d = np.ones((7, 5)), np.full((7, 3), 1e3)
     by_record = Rows(x, intercept=True)

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.compose import ColumnTransformer
+from sklearn.feature_selection import SelectFromModel
 from sklearn.frozen import FrozenEstimator
 from sklearn.impute import SimpleImputer
+from sklearn.model_selection import GridSearchCV
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.pipeline import FeatureUnion, make_pipeline
 from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -117,12 +120,90 @@ def test_others_are_told_to_be_unpaid(before: list[Any], named: list[str]) -> No
     assert [reason.split()[1] for reason in document["not_private_because"]] == named
 
 
+@pytest.mark.filterwarnings("ignore:dpspan")
+@pytest.mark.parametrize(
+    ("step", "inside"),
+    [
+        (lambda: make_pipeline(PrivateScaler(**BOUNDS), logistic()), lambda last: last[-1]),
+        (lambda: OneVsRestClassifier(logistic()), lambda last: last.estimators_[0]),
+        (lambda: SelectFromModel(logistic()), lambda last: last.estimator_),
+        (
+            lambda: GridSearchCV(logistic(), {"clip": [0.5, 1.0]}, cv=2),
+            lambda last: last.best_estimator_,
+        ),
+    ],
+)
+@pytest.mark.parametrize("after", [[], [Normalizer(), logistic()]])
+def test_an_estimator_may_stand_inside_of_a_step(step: Any, inside: Any, after: list[Any]) -> None:
+    x, y = records()
+    last = step()
+    if after and not hasattr(last, "transform"):
+        after = []
+    make_pipeline(SimpleImputer(), StandardScaler(), last, *after).fit(x, y)
+    document = inside(last).certificate_
+    assert not document["private"]
+    found = {reason.split()[1] for reason in document["not_private_because"]}
+    assert found == {"SimpleImputer", "StandardScaler"}
+
+
+@pytest.mark.filterwarnings("ignore:dpspan")
+def test_a_search_around_or_after_a_scaler() -> None:
+    x, y = records()
+    scaler, found = PrivateScaler(**BOUNDS, epsilon=0.4), {"clip": [0.5, 1.0]}
+    filled = FunctionTransformer(np.nan_to_num)
+    within = make_pipeline(scaler, filled, GridSearchCV(logistic(), found, cv=2)).fit(x, y)
+    around = {f"privatelogisticregression__{name}": each for name, each in found.items()}
+    search = GridSearchCV(make_pipeline(scaler, filled, logistic()), around, cv=2).fit(x, y)
+    for fitted in within[-1].best_estimator_, search.best_estimator_[-1]:
+        document = fitted.certificate_
+        assert document["private"]
+        assert 1.2 < document["epsilon"] <= 1.4  # the scaler is paid for
+        assert document["search"].endswith("although there was one: see the warnings")
+        assert any("searched by GridSearchCV" in warning for warning in document["warnings"])
+
+
+def test_a_search_is_told_on_the_console() -> None:
+    x, y = records(200)
+    with pytest.warns(UserWarning, match=r"dpspan: unprivate: settings were searched by GridS"):
+        GridSearchCV(logistic(), {"clip": [0.5, 1.0]}, cv=2).fit(np.nan_to_num(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:dpspan")
+@pytest.mark.parametrize("wrapped", [lambda scaler: scaler, make_pipeline])
+def test_a_frozen_private_scaler_is_paid_for(wrapped: Any) -> None:
+    x, y = records()
+    scaler = wrapped(PrivateScaler(**BOUNDS, epsilon=0.4)).fit(x)
+    steps = FrozenEstimator(scaler), FunctionTransformer(np.nan_to_num), logistic()
+    assert 1.2 < make_pipeline(*steps).fit(x, y)[-1].certificate_["epsilon"] <= 1.4
+
+
+def test_a_scaler_s_price_is_not_one_for_units() -> None:
+    x, y = records(200)
+    owners, model, ledger = np.arange(200) // 2, logistic(), Ledger(accountant="rdp")
+    model.fit(np.nan_to_num(x), y, groups=owners, ledger=ledger)
+    steps = PrivateScaler(**BOUNDS), PrivateImputer(**WIDE), model
+    shared = {"groups": owners, "ledger": ledger}
+    with pytest.raises(ValueError, match="cannot be added to it"):
+        make_pipeline(*steps).fit(
+            x, y, **{f"privatelogisticregression__{name}": each for name, each in shared.items()}
+        )
+
+
 def test_those_that_keep_nothing_are_no_harm() -> None:
     x, y = records()
-    public = StandardScaler().fit(np.nan_to_num(records(100)[0]))
+    public = make_pipeline(SimpleImputer(), StandardScaler()).fit(records(100)[0])
     steps = ("passthrough", FunctionTransformer(np.nan_to_num), Normalizer())
     pipeline = make_pipeline(*steps, FrozenEstimator(public), logistic()).fit(x, y)
     assert pipeline[-1].certificate_["private"]
+
+
+@pytest.mark.parametrize("kind", [PrivateScaler, PrivateImputer])
+def test_one_of_several_processes_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ledger = Ledger()
+    with pytest.raises(RuntimeError, match="one of several processes"):
+        kind(**WIDE).fit(records()[0], ledger=ledger)
+    assert ledger.steps == 0
 
 
 def test_texts_are_not_shown() -> None:

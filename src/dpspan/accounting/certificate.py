@@ -16,7 +16,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpspan.accounting.epsilon import account, pld_interval
 from dpspan.accounting.events import event_to_json
-from dpspan.accounting.ledger import SEARCHED, Ledger
+from dpspan.accounting.ledger import SEARCHED, SETTINGS_SEARCHED, Ledger
 from dpspan.accounting.promises import check_promised_delta, weaknesses
 from dpspan.accounting.releases import releases_to_json
 from dpspan.support.checks import shown
@@ -90,7 +90,7 @@ def what_a_search_cost(ledger: Ledger, delta: float) -> str:
         alone = account([(event.event, 1) for event in paid], delta, "rdp").epsilon
         best = f"the best of a random number of tries ({paid[0].mean:g} on average) was released"
         return f"ε pays for the search too: {best}; a single try would have cost ε = {alone:.3g}"
-    if any(warning.startswith(SEARCHED) for warning in ledger.warnings):
+    if any(warning.startswith((SEARCHED, SETTINGS_SEARCHED)) for warning in ledger.warnings):
         return "nothing was paid for the search, although there was one: see the warnings"
     return "nothing was paid for the search"
 

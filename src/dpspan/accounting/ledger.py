@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from typing import Any, Never, Self
 
@@ -30,6 +31,7 @@ _LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
 RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
 UNITS_TOLD = "the number of private units is disclosed"
 SEARCHED = "unprivate: learning rates were searched"
+SETTINGS_SEARCHED = "unprivate: settings were searched"
 _ADJACENCY = {
     "record": "add or remove one record",
     "unit": "add or remove one unit: every record of one id",
@@ -63,6 +65,7 @@ class Ledger:
         self.budget = budget
         self.unit = "record"  # or "unit": what is protected, as told by `protect`
         self._process = os.getpid()
+        self._lock = threading.RLock()  # threads may share a ledger, processes not
         self.mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
         # Of these the keys count: each once, in order.
@@ -142,22 +145,25 @@ class Ledger:
         """Record `count` releases before they happen; BudgetExceeded if the budget refuses them."""
         if os.getpid() != self._process:
             raise RuntimeError(_COPIED)
-        event, count = self._own(event), check_count("count", count)
-        self._check_affordable(event, count)
-        if self._headroom is not None:
-            self._headroom.used += count
-        self._record(event, count)
+        with self._lock:
+            event, count = self._own(event), check_count("count", count)
+            self._check_affordable(event, count)
+            if self._headroom is not None:
+                self._headroom.used += count
+            self._record(event, count)
 
     def reserve(self, event: DpEvent, count: int) -> None:
         """Check once that `count` more of `event` fit the budget; charges then cost nothing."""
-        self._check_affordable(self._own(event), check_count("count", count))
+        with self._lock:
+            self._check_affordable(self._own(event), check_count("count", count))
 
     def spending(self, delta: float | None = None) -> Spending:
         """ε at `delta` (the budget's, if there is one) and the accountant it comes from."""
         delta = self._delta(delta)
-        if delta not in self._spendings:
-            self._spendings[delta] = account(self._events, delta, self.accountant)
-        spending = self._spendings[delta]
+        with self._lock:
+            if delta not in self._spendings:
+                self._spendings[delta] = account(self._events, delta, self.accountant)
+            spending = self._spendings[delta]
         if spending.warning is not None:
             self.warn(spending.warning)
         return spending

@@ -14,7 +14,8 @@ import safetensors
 
 from dpspan.accounting.certificate import sha256_of, weights_sha256
 from dpspan.accounting.epsilon import account
-from dpspan.accounting.ledger import Ledger
+from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
+from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.accounting.releases import releases_from_json
 from dpspan.accounting.schema import Certificate, parse_certificate
 from dpspan.app.config import load_config
@@ -64,20 +65,25 @@ def verify(path: str | Path) -> Verification:
 
 def _document(raw: Any, found: Certificate) -> Iterator[Check]:
     """What the document says of itself."""
-    releases = releases_from_json(raw["events"])
-    spending = account(releases, found.delta, found.accountant.chosen)
+    releases, by = releases_from_json(raw["events"]), found.accountant.chosen
+    spending = account(releases, found.delta, by)
     stated, again = float(found.epsilon), spending.epsilon
     close = stated == again or abs(stated - again) <= _TOLERANCE * max(1.0, again)
     said = f"{stated:.6g} is stated, {again:.6g} is what the events cost at δ = {found.delta:g}"
     yield Check(name="ε", holds=close, detail=f"{said} ({spending.accountant})")
     steps, budget, audit = sum(count for _, count in releases), found.budget, found.audit
+    told = any(each.startswith((RECORDS_TOLD, UNITS_TOLD)) for each in found.warnings)
     wrong = {
         f"steps is {found.steps}, and the events are {steps}": found.steps != steps,
         "it is called private, and says why it is not": found.private
         == bool(found.not_private_because),
         "it is called private without a finite ε": found.private and stated == math.inf,
         "an audit measured more than ε": bool(audit and audit.epsilon_at_least > stated),
-        "ε is above the budget": budget is not None and again > budget.epsilon * (1 + _TOLERANCE),
+        "ε is above the budget": budget is not None
+        and account(releases, budget.delta, by).epsilon > budget.epsilon * (1 + _TOLERANCE),
+        f"δ is {found.delta:g}, which is no promise": found.delta >= LARGEST_DELTA,
+        "a warning tells the number of records, and it is called undisclosed": told
+        and not raw.get("discloses_number_of_records", True),
         "the text of an event is not that of its numbers": any(
             each.text != f"{count} × {event}"
             for each, (event, count) in zip(found.events, releases, strict=True)
@@ -94,8 +100,7 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
     """What lies beside it: the ledger, the weights and the settings."""
     if folder.ledger.exists() and found.training.get("kind") != "comparison":
         state = read_json(folder.ledger)
-        same = _events(state) == _events(raw) and {*state["warnings"]} <= {*found.warnings}
-        same = same and Ledger.from_state(state).adjacency == found.adjacency
+        same = _events(state) == _events(raw) and _told(Ledger.from_state(state), found)
         yield _compared("ledger", same, "ledger.json")
     else:
         yield Check(name="ledger", holds=None, detail="there is no ledger.json of one run here")
@@ -120,6 +125,17 @@ def _folder(folder: RunFolder, raw: Any, found: Certificate) -> Iterator[Check]:
         return
     for name, settings in given.items():
         yield _compared("configuration", sha256_of(settings) == digest, name)
+
+
+def _told(ledger: Ledger, found: Certificate) -> bool:
+    """Whether a certificate leaves out nothing that a ledger has noted."""
+    public = {(each.name, each.sha256, each.count, each.detail) for each in found.public}
+    return (
+        ledger.adjacency == found.adjacency
+        and {*ledger.warnings} <= {*found.warnings}
+        and {*ledger.invalid} <= {*found.not_private_because}
+        and {(x.name, x.digest, x.count, x.detail) for x in ledger.public} <= public
+    )
 
 
 def _compared(name: str, same: bool, what: str) -> Check:

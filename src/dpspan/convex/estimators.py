@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.events import pure_event
-from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
+from dpspan.accounting.ledger import RECORDS_TOLD, SETTINGS_SEARCHED, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
@@ -113,7 +113,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         records = PrivateRecords(rows=rows, targets=targets, loss=task.loss, divisor=divisor)
         known = None if public is None else _known(public, preparation, records)
         zero = np.zeros(targets.shape[1] * rows.width)
-        ledger = self._opened(ledger, fitted_before(self))
+        ledger = self._opened(ledger)
         ledger.protect(what)
         z = self.noise_multiplier
         if z is None:
@@ -190,14 +190,16 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         expect(not self.secure_mode or given is None, none, given)
         return None if given is None else int(check_random_state(given).randint(2**31))
 
-    def _opened(self, ledger: Ledger | None, before: list[Any]) -> Ledger:
+    def _opened(self, ledger: Ledger | None) -> Ledger:
         """With the price of what was fitted before, or a word that nothing pays for it."""
+        before, searches = fitted_before()
         paid = [each for each in before if isinstance(each, PrivateScaler)]
         if ledger is None:
             epsilon = self.epsilon + sum(each.epsilon_ for each in paid)
             budget = Budget(epsilon=epsilon, delta=self.delta)
             ledger = Ledger(accountant=self.accountant or "pld", budget=budget)
         for each in paid:
+            ledger.protect("record")
             if each.charged_to_ != ledger.mark:
                 ledger.charge(pure_event(each.epsilon_))
         for name in sorted({type(each).__name__ for each in before if each not in paid}):
@@ -205,6 +207,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             cure = "take PrivateScaler or PrivateImputer, or fit it to public rows and freeze it"
             warnings.warn(f"dpspan: not private: {told}: {cure} (FrozenEstimator).", stacklevel=3)
             ledger.invalidate(told)
+        for name in searches:
+            told = f"{SETTINGS_SEARCHED} by {name}; ε counts no scores and no fits on other ledgers"
+            warnings.warn(f"dpspan: {told}.", stacklevel=3)
+            ledger.warn(told)
         same, theirs = self.accountant in (None, ledger.accountant), repr(ledger.accountant)
         cure = "Leave it out where you give a ledger."
         expect(same, f"accountant {theirs}, as the ledger has it", self.accountant, cure)
@@ -328,7 +334,7 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     `classes`, by default those in `y`. A `random_state` fixes the noise: for tests only, and the
     certificate says that the fit is not private. The `accountant` is the ledger's if one is given
     to `fit`, else "pld" unless stated. A `noise_multiplier`, z of a step, is taken as it is;
-    `epsilon` stays the most that it may cost.
+    `epsilon` stays the most that it may cost, unless a ledger is given, whose budget decides.
 
     A scikit-learn scaler before it in a pipeline would publish the private records' exact means:
     take `scaling`. Every fit spends ε again, each one of a grid search or cross-validation too.

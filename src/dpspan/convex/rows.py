@@ -85,7 +85,7 @@ class Rows:
         place of the sum of norms. Records that all but cancel would be huge beside all others once
         their sum is short enough: the bound is never so small that they exceed the clip by far.
         """
-        most = float(np.asarray(self._sums.sum(1)).max())
+        most = self._sums.sum(1)  # records of it: other units have no influence
         together = (self._sums @ norms) * (1 + (most + 8) * _UNIT)
         squares = np.zeros(len(together))
         for column in derivatives.T:

@@ -21,6 +21,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.questions import private_quantiles
 from dpspan.convex.rows import Array, no_echo
 from dpspan.support.checks import check_positive
+from dpspan.support.processes import refuse_several_processes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -38,6 +39,7 @@ class PrivateScaler(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any = None, *, ledger: Ledger | None = None) -> Self:
         """Release the quantiles of private records."""
+        refuse_several_processes()
         x = self._validated(X)
         bounds = np.broadcast_arrays(self.low, self.high, x[0])[:2]
         share, count = check_positive("epsilon", self.epsilon) / x.shape[1], len(self._quantiles)
@@ -80,21 +82,31 @@ class PrivateImputer(PrivateScaler):
         return np.where(np.isnan(x), self.quantiles_[0], x)
 
 
-def fitted_before(estimator: Any) -> list[Any]:
-    """The transformers of the pipeline that is fitting it, if one is: nobody tells it."""
+def fitted_before() -> tuple[list[Any], list[str]]:
+    """What the pipelines that a fit is a part of have fitted before, and searches around it.
+
+    Of all that are on the stack, as nobody tells an estimator who fits it.
+    """
+    fitted, searches, pipelines = list[Any](), list[str](), list[Any]()
     frame: Any = sys._getframe()
     while frame is not None:
-        caller, frame = frame.f_locals.get("self"), frame.f_back
-        if isinstance(caller, Pipeline) and caller.steps[-1][1] is estimator:
-            return [*_fitted(caller.steps[:-1])]
-    return []
+        caller, names, frame = frame.f_locals.get("self"), frame.f_locals, frame.f_back
+        if isinstance(caller, Pipeline) and caller not in pipelines:
+            pipelines.append(caller)
+            fitted += _fitted(caller.steps[: names.get("step_idx", -1)])  # of one before the last
+        elif hasattr(type(caller), "_run_search"):  # of scikit-learn's searches, and of others'
+            searches.append(type(caller).__name__)
+    return fitted, searches
 
 
 def _fitted(steps: Any) -> Iterator[Any]:
-    """Also inside of pipelines, unions and transformers of columns."""
+    """Also inside of pipelines, unions and transformers of columns; of frozen ones the paid."""
     for _, each, *_ in steps:
+        if isinstance(each, FrozenEstimator):
+            kept = _fitted([("", each.estimator)])
+            yield from (one for one in kept if isinstance(one, PrivateScaler))
+            continue
         inside = getattr(each, "transformers_", getattr(each, "transformer_list", ()))
         yield from _fitted(inside or getattr(each, "steps", ()))
-        fitted = not (inside or isinstance(each, str | Pipeline | FrozenEstimator | None))
-        if fitted and get_tags(each).requires_fit:
+        if not (inside or isinstance(each, str | Pipeline | None)) and get_tags(each).requires_fit:
             yield each
