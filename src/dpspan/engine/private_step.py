@@ -88,13 +88,14 @@ class PrivateRun:
         with self.processes.together():
             rows = piece.size if piece.padded else None
             self.guard.expect(piece.samples, rows=rows, most=piece.most, new_epoch=new_epoch)
-        # No samples: the batch is a stand-in of one record that nobody drew. What it brings does
-        # not count, nor what stand-ins bring that fill up a padded piece.
+        # No samples: the batch is a stand-in of one record that nobody drew. What it brings is
+        # dropped, as is what stand-ins bring that fill up a padded piece.
         self._capture.expect(
             piece.size,
             views=self.plan.views,
             units=piece.units,
-            live=piece.samples if piece.padded or not piece.samples else None,
+            live=piece.samples if piece.padded else None,
+            discard=piece.samples == 0 and not piece.padded,
             carriers=self.mechanism.carriers(),
             graphs=self._graphs,
         )

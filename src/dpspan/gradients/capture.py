@@ -47,6 +47,7 @@ class _Batch:
     views: int = 1  # rows that belong to one record
     units: tuple[int, ...] | None = None  # records that belong to one sample, if not one each
     live: int | None = None  # the samples in front that count, if others fill up the batch
+    discard: bool = False
     everywhere: bool = False  # whether every process has the same samples
     carriers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     graphs: Graphs | None = None
@@ -125,17 +126,18 @@ class Capture:
         views: int = 1,
         units: tuple[int, ...] | None = None,
         live: int | None = None,
+        discard: bool = False,
         everywhere: bool = False,
         carriers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """Prepare for a batch of `samples`.
+        """Prepare for a batch of `samples`; `discard` drops what it brings.
 
         The samples are this process's own, or the same in every one that has a shard of the model
         (`everywhere`): sums over them are added up, or not.
 
-        Of a batch that was filled up only the first `live` samples count, perhaps none: the
-        gradients of the others are zeros. `graphs` record and replay the model.
+        Of a batch that was filled up only the first `live` samples count: the gradients of the
+        others are zeros. `graphs` record and replay the model.
 
         With `views` the model sees that many rows for each sample, one after the other, whose
         gradients are added up. With `units` the samples are records of so many units, of so many
@@ -145,7 +147,7 @@ class Capture:
         `PerSampleGradients.compress`): a layer's input is let go during the backward pass.
         """
         rows, carriers = samples * views, carriers or {}
-        self._batch = _Batch(rows, views, units, live, everywhere, carriers, graphs)
+        self._batch = _Batch(rows, views, units, live, discard, everywhere, carriers, graphs)
         self._watch_all()  # parameters may have been exchanged since
         if "torch._dynamo" in sys.modules:  # something may have been compiled
             hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
@@ -164,7 +166,7 @@ class Capture:
                     f"Parameter '{name}' belongs to another module, or is shared with others, than "
                     "when the model was made private. Build the model before make_private."
                 )
-        if batch.rows > 0 and batch.live != 0 and not batch.heard:
+        if batch.rows > 0 and not batch.discard and not batch.heard:
             raise CaptureError(
                 f"No gradient was recorded for the batch of {batch.rows} samples. Call the model "
                 "on the batch with gradients enabled and loss.backward() before optimizer.step()."
@@ -186,12 +188,13 @@ class Capture:
                 shapes |= {Left(name): left.shape, Right(name): right.shape}
             else:
                 shapes[name] = parameter.shape
+        samples = 0 if batch.discard else batch.samples
         known = next(iter(self.trained().values()), torch.empty(0))
         like = torch.empty(0, dtype=known.dtype, device=known.device)  # not sharded if that is
         return PerSampleGradients(
             shapes,
             batch.terms,
-            batch.samples,
+            samples,
             like=like,
             scale=scale,
             counted=counted,
@@ -378,8 +381,9 @@ class Capture:
         def heard(grad: Tensor) -> None:
             self.check_backward(path, batch)
             batch.heard = True
-            with plain_arithmetic():
-                receive(grad)
+            if not batch.discard:
+                with plain_arithmetic():
+                    receive(grad)
 
         if output.requires_grad and not output._is_view():
             output.register_hook(heard)
