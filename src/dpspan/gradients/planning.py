@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 from dpspan.gradients.layers import rule_for
+from dpspan.gradients.layers.generic import exchanged
 from dpspan.gradients.layers.recurrent import is_recurrent
 from dpspan.gradients.layout import (
     FEW,
@@ -211,7 +211,7 @@ class Planner:
         own = {name: p.detach().requires_grad_() for name, p in trained.items()}
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
-            with capture.unit_runs(), _reparametrize_module(model, own, tie_weights=True):
+            with capture.unit_runs(), exchanged(model, own):
                 return forward(*args, **kwargs)
 
         def losses(run: Forward, seed: int, mode: Mode) -> Tensor | None:
