@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Never, Self
 
 import numpy as np
 import torch
@@ -226,6 +226,12 @@ class PrivateLoader:
             generator=loader.generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
+        )
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "A private loader cannot be copied or pickled: the copy would draw the same batches, "
+            "and two steps on one sample cost more than the ledger says. Make another one."
         )
 
     def spread_over(self, processes: Processes) -> None:
