@@ -301,7 +301,16 @@ def _made_up_losses(output: Any, rows: int, views: int) -> Tensor | None:
 def _plain_gradients(losses: Tensor, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The gradient of each loss, by name."""
     grad = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
-    each = (grad(loss, list(own.values())) for loss in losses.view(-1))
+    try:
+        each = [grad(loss, list(own.values())) for loss in losses.view(-1)]
+    except RuntimeError as error:
+        if "checkpoint" not in str(error):
+            raise
+        raise CaptureError(
+            "The model uses gradient checkpointing, and what runs again during the backward pass "
+            "cannot be compared with plain autograd. Turn it off (gradient_checkpointing_disable() "
+            "of Hugging Face's models); to save memory, set max_physical_batch_size."
+        ) from error
     return [dict(zip(own, gradient, strict=True)) for gradient in each]
 
 
