@@ -567,6 +567,13 @@ def test_two_loaders_and_two_epochs_differ():
     assert len({str(batch) for epoch in drawn for batch in epoch}) == 4 * 6
 
 
+def test_what_is_charged_is_what_is_drawn():
+    """The plan charges by the draw that it was made with."""
+    loader = poisson(rate=0.5)
+    with pytest.raises(AttributeError):
+        loader.draw = PoissonDraw(records=loader.draw.records, sample_rate=1.0, steps_per_epoch=2)
+
+
 @pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_loader_is_not_copied(twin):
     """Two that know one secret draw the same batches, and two steps on one sample cost more."""

@@ -197,7 +197,7 @@ class PrivateLoader:
         known, whose = (records, "dataset") if units is None else (len(units), "units")
         if draw.records != known:
             raise ValueError(f"Expected draw.records {known}, the {whose}'s, got {draw.records}.")
-        self.draw, self._units = draw, units
+        self._draw, self._units = draw, units
         self.dataset: Any = loader.dataset
         self.collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
         self.max_physical_batch_size, self._padded = max_physical_batch_size, padded
@@ -227,6 +227,11 @@ class PrivateLoader:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
+
+    @property
+    def draw(self) -> Draw:
+        """By which batches are drawn, and steps charged."""
+        return self._draw
 
     def __reduce__(self) -> Never:
         raise TypeError(
