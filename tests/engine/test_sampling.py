@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import multiprocessing
 import os
+import pickle
 import time
 from collections import UserDict
 from collections.abc import Iterator, Mapping
@@ -563,6 +565,20 @@ def test_two_loaders_and_two_epochs_differ():
     one, two = poisson(rate=0.5, records=200), poisson(rate=0.5, records=200)
     drawn = [lists(one), lists(one), lists(two), lists(two)]
     assert len({str(batch) for epoch in drawn for batch in epoch}) == 4 * 6
+
+
+def test_what_is_charged_is_what_is_drawn():
+    """The plan charges by the draw that it was made with."""
+    loader = poisson(rate=0.5)
+    with pytest.raises(AttributeError):
+        loader.draw = PoissonDraw(records=loader.draw.records, sample_rate=1.0, steps_per_epoch=2)
+
+
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_is_not_copied(twin):
+    """Two that know one secret draw the same batches, and two steps on one sample cost more."""
+    with pytest.raises(TypeError, match="the same batches"):
+        twin(poisson())
 
 
 def test_a_seed_makes_a_run_repeatable():

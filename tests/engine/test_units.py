@@ -402,6 +402,8 @@ def test_copies_among_public_data_are_told_by_units() -> None:
 
 # -- refusals -------------------------------------------------------------------------------------
 
+TODAY = datetime.date(2026, 1, 1)
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -412,7 +414,11 @@ def test_copies_among_public_data_are_told_by_units() -> None:
         (lambda ids: [*range(30), float("nan")], "Record 30 has no id in unit"),
         (lambda ids: np.array([*range(30), np.nan]), "Record 30 has no id in unit"),
         (lambda ids: ["", *ids[1:]], "Record 0 has no id in unit"),
-        (lambda ids: [*ids[:-1], 7], "are texts and some are not"),
+        (lambda ids: [*ids[:-1], 7], "are of several kinds"),
+        (lambda ids: [*ids[:-1], b"p7"], "are of several kinds"),
+        (lambda ids: [*((i, "7") for i in range(30)), (30, 7)], "are of several kinds"),
+        (lambda ids: [*[(7,)] * 30, 7], "are of several kinds"),
+        (lambda ids: [*[TODAY] * 30, datetime.datetime(2026, 1, 1)], "are of several kinds"),
         (lambda ids: [*ids[:-1], ("a", None)], "Record 30 has no id in unit"),
         (lambda ids: lambda record: None, "Record 0 has no id in unit"),
     ],

@@ -231,6 +231,26 @@ def test_what_cannot_be_private_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "ledger.json").exists()
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])
+def test_finders_that_train_without_privacy_are_refused(
+    tmp_path: Path, name: str, first: bool
+) -> None:
+    """They run before the fit, without other callbacks, and the first goes by the raw loss."""
+
+    class WithData(Automatic):
+        lr, batch_size = 0.1, 8
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader()
+
+    callbacks = [PrivateTraining(PRIVACY), getattr(lightning.callbacks, name)()]
+    module = WithData()
+    with pytest.raises(ValueError, match=f"{name} trains without privacy"):
+        trainer(tmp_path, *(callbacks[::-1] if first else callbacks)).fit(module)
+    assert module.seen == []
+
+
 def test_choices_by_private_evaluation_data_are_refused(tmp_path: Path) -> None:
     stop = lightning.callbacks.EarlyStopping("val_loss")
     with pytest.raises(ValueError, match="EarlyStopping decides by evaluation data"):

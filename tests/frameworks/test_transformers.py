@@ -452,6 +452,36 @@ def test_a_killed_process_leaves_what_the_next_one_needs(tmp_path: Path) -> None
     assert certificate["epsilon"] <= 8.0
 
 
+def test_a_step_is_on_record_even_if_training_is_interrupted_right_after_it(tmp_path: Path) -> None:
+    class Interrupt(transformers.TrainerCallback):
+        """Ctrl-C in the first moment after the weights have moved."""
+
+        def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            hooks = optimizer.optimizer._optimizer_step_post_hooks
+            handle = optimizer.optimizer.register_step_post_hook(self.interrupt)
+            hooks.move_to_end(handle.id, last=False)
+
+        def interrupt(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    private = trainer(
+        tmp_path,
+        callbacks=[Interrupt()],
+        per_device_train_batch_size=N,
+        gradient_accumulation_steps=1,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        private.train()
+    assert released(tmp_path) == private.engine.ledger.steps == 1
+
+
+def test_checkpointed_layers_are_refused_by_a_sentence(tmp_path: Path) -> None:
+    model = classifier()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(dpspan.CaptureError, match="gradient checkpointing"):
+        trainer(tmp_path, model).train()
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
@@ -460,6 +490,7 @@ REFUSED = {
     "checkpointing": ({"gradient_checkpointing": True}, "raise gradient_accumulation_steps"),
     "tokens": ({"include_num_input_tokens_seen": True}, "counts the tokens"),
     "lomo": ({"optim": "lomo"}, "during the backward pass"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "by the longest text of a batch"),
     "best": ({"metric_for_best_model": "loss"}, "eval_is_public=True"),
     "plateau": (
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},

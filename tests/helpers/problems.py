@@ -40,6 +40,42 @@ class Tied(nn.Module):
         return self.head(self.mix(self.norm(x)).tanh())
 
 
+class _Half(nn.Module):
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.mix = tokens, nn.Embedding(5, 6), nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.positions(torch.arange(tokens.shape[1])[None])
+        return self.mix(self.tokens(tokens) + positions).tanh()
+
+
+class TwoHalves(nn.Module):
+    """Two halves that hold one embedding, which is tied to the output layer (T5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(11, 6)
+        self.encoder, self.decoder = _Half(self.shared), _Half(self.shared)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(tokens).mean(1, keepdim=True) + self.decoder(tokens))
+
+
+class TwoNames(nn.Module):
+    """Beside a bare parameter one layer under two names: torch.func takes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(5))
+        self.first = self.second = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh() * self.scale)
+
+
 class TiedLinears(nn.Module):
     """An autoencoder step whose two layers of one class share a weight."""
 
@@ -244,6 +280,8 @@ PROBLEMS: dict[str, Factory] = {
     "instance norm 1d": lambda: (nn.InstanceNorm1d(4, affine=True), torch.randn(5, 4, 6)),
     "tied embedding": lambda: (Tied(), _tokens(6, 5)),
     "tied linears": lambda: (TiedLinears(), torch.randn(6, 6)),
+    "one embedding in two halves": lambda: (TwoHalves(), _tokens(6, 5)),
+    "one layer under two names": lambda: (TwoNames(), torch.randn(6, 5)),
     "reused linear": lambda: (Reused(nn.Linear(6, 6)), torch.randn(5, 6)),
     "reused linear on sequences": lambda: (Reused(nn.Linear(6, 6)), torch.randn(5, 7, 6)),
     "reused conv": lambda: (Reused(nn.Conv2d(8, 8, 3, padding=1), 2), torch.randn(3, 8, 4, 4)),

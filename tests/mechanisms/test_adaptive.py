@@ -171,6 +171,23 @@ def test_a_run_goes_on_with_its_clip() -> None:
         mechanism().load_state_dict({"step": 1, "public": []})
 
 
+def test_a_clip_that_is_loaded_counts_for_whole_batches_only() -> None:
+    """What was clipped by another one before has noise by this one: it must not be released."""
+    method = DPSGD(clip=1.0, clipping=AdaptiveClipping())
+    engine, model, optimizer, loader = setup(
+        method=method, sample_rate=1.0, expected_batch_size=1.0, max_physical_batch_size=20
+    )
+    state = engine.state_dict()
+    state["mechanism"]["clip"] = 1e-4
+    for place, (x, y) in enumerate(loader):
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+        if place == 0:  # between the two pieces of the batch
+            engine.load_state_dict(state)
+    numbers = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert 0 < float(numbers.norm()) < 0.01  # of the clip 1 it was 10
+
+
 def test_mirror_descent_has_it_too() -> None:
     x, y = torch.randn(60, 4), torch.arange(60) % 2
     method = MirrorDescent(

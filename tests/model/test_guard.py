@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 import dpspan
 from dpspan import CaptureError, PrivacyEngine
 from dpspan.accounting.promises import Budget
-from helpers.training import data, private_with_epsilon, setup, train, weights
+from helpers.training import data, network, private_with_epsilon, setup, train, weights
 
 
 def test_one_sample_at_a_time_is_refused() -> None:
@@ -418,3 +419,42 @@ def test_a_rehearsal_that_cannot_be_compared_leaves_nothing_behind() -> None:
             nn.CrossEntropyLoss()(model(x)[0].T, y).backward()
             optimizer.step()
     assert not model.seen.any()
+
+
+def outside() -> dict[str, tuple[nn.Module, Any]]:
+    """Models, and losses in which something is trained that is no part of them."""
+    layer, head, other = nn.Linear(6, 6), nn.Linear(2, 2), nn.Linear(6, 2)
+    prompt = torch.zeros(6, requires_grad=True)
+    holder = nn.Sequential(nn.Linear(6, 2))
+    holder.temperature = torch.ones(2, requires_grad=True)  # type: ignore[assignment]
+    return {
+        "an encoder in front": (network(), lambda m, x: m(layer(x))),
+        "a head behind": (network(), lambda m, x: head(m(x))),
+        "another model": (network(), lambda m, x: m(x) + other(x)),
+        "a tensor": (network(), lambda m, x: m(x + prompt)),
+        "a tensor of the model that is no parameter": (holder, lambda m, x: m(x) * m.temperature),
+    }
+
+
+@pytest.mark.parametrize("name", outside())
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_trained_outside_of_the_model_is_refused(name: str, inside: bool) -> None:
+    """Its gradient would have neither clip nor noise."""
+    model, call = outside()[name]
+    engine, model, optimizer, loader = setup(
+        module=model, criterion=nn.CrossEntropyLoss() if inside else None
+    )
+    with pytest.raises(CaptureError, match="no part of the private model"):
+        for x, y in loader:
+            nn.CrossEntropyLoss()(call(model, x), y).backward()
+            optimizer.step()
+    assert engine.ledger.steps == 0
+
+
+def test_frozen_layers_outside_and_gradients_of_inputs_are_fine() -> None:
+    encoder = nn.Linear(6, 6).requires_grad_(False)
+    engine, model, optimizer, loader = setup()
+    for x, y in loader:
+        nn.CrossEntropyLoss()(model(encoder(x).requires_grad_()), y).backward()
+        optimizer.step()
+    assert engine.ledger.steps == 4

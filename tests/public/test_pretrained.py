@@ -120,6 +120,26 @@ def test_models_of_hugging_face(kind: str, tmp_path: Path) -> None:
         assert torch.allclose(layer.responses(x), alone, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("public", "options", "message"),
+    [
+        (images(1, 0), {}, "at least two samples of 'public' that differ"),
+        (images(1, 0).repeat(5, 1, 1, 1), {}, "at least two samples of 'public' that differ"),
+        (images(5, 0)[:, :2], {}, "to be a tensor of images"),
+        (images(5, 0).flatten(1), {}, "to be a tensor of images"),
+        (torch.ones(5, 3, 2, dtype=torch.int64), {}, "to be a tensor of images"),
+        (DataLoader([{"a": x} for x in images(5, 0)]), {}, "to be a tensor of images"),
+        (images(5, 0), {"seed": "x"}, "seed to be an integer"),
+        (images(5, 0), {"side": 0}, "side to be an integer"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused(
+    timm: Any, public: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dpspan.PretrainedFeatures.learn(public, model="timm/tiny", **options)
+
+
 def test_by_a_configuration(timm: Any, tmp_path: Path) -> None:
     write_npz(tmp_path)
     chosen = settings(

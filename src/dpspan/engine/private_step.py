@@ -276,7 +276,13 @@ class PrivateRun:
             raise RuntimeError("Leave engine.averaged() first; adopt_average() ends training.")
 
     def go_on(self) -> None:
-        """A saved state was loaded: weights may be others, and processes are compared again."""
+        """A saved state was loaded: weights may be others, and processes are compared again.
+
+        Of a batch that is under way nothing counts any more: it was clipped as things were before.
+        """
+        self._total = {}
+        if self._graphs is not None:
+            self._graphs.sums = None
         self.guard.forget_weights()
         self._steps = 0
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Never, Self
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ class PrivateLoader:
         known, whose = (records, "dataset") if units is None else (len(units), "units")
         if draw.records != known:
             raise ValueError(f"Expected draw.records {known}, the {whose}'s, got {draw.records}.")
-        self.draw, self._units = draw, units
+        self._draw, self._units = draw, units
         self.dataset: Any = loader.dataset
         self.collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
         self.max_physical_batch_size, self._padded = max_physical_batch_size, padded
@@ -222,6 +222,17 @@ class PrivateLoader:
             timeout=loader.timeout,
             generator=loader.generator,
             persistent_workers=loader.persistent_workers,
+        )
+
+    @property
+    def draw(self) -> Draw:
+        """By which batches are drawn, and steps charged."""
+        return self._draw
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "A private loader cannot be copied or pickled: the copy would draw the same batches, "
+            "and two steps on one sample cost more than the ledger says. Make another one."
         )
 
     def spread_over(self, processes: Processes) -> None:

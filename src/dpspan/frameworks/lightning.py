@@ -22,6 +22,7 @@ except ImportError as error:
 __all__ = ["Privacy", "PrivateTraining"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+_FINDERS = {"LearningRateFinder", "BatchSizeFinder"}  # of either package
 
 
 class PrivateTraining(Callback):
@@ -45,6 +46,8 @@ class PrivateTraining(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """What is logged goes through here."""
+        if stage == "fit":  # before any callback does something
+            refuse("Lightning", _finders(trainer))
         log = pl_module.log
 
         def only_what_may_be_seen(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -159,6 +162,15 @@ def _in_pieces(trainer: Any, pl_module: Any, batches: _FirstPieces) -> Any:
         return result
 
     return in_pieces
+
+
+def _finders(trainer: Any) -> Iterator[str]:
+    for callback in trainer.callbacks:
+        for name in _FINDERS & {kind.__name__ for kind in type(callback).__mro__}:
+            yield (
+                f"{name} trains without privacy before the fit, and without other callbacks: leave "
+                "it out, and search on public data"
+            )
 
 
 def _problems(trainer: Any, loader: Any, privacy: Privacy) -> Iterator[str]:

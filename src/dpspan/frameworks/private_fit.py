@@ -239,5 +239,8 @@ class PrivateFit:
         """Training is over: random numbers are as they were, and the model has no hooks."""
         if not self.over:
             self.over = True
-            self._running.close()
-            self._stack.close()
+            try:
+                self.write_ledger()  # where a step was interrupted right after its release
+            finally:
+                self._running.close()
+                self._stack.close()

@@ -313,6 +313,8 @@ def _problems(args: TrainingArguments, privacy: Privacy) -> Iterator[str]:
         yield "auto_find_batch_size tries sizes: set per_device_train_batch_size to what fits"
     if getattr(args, "include_num_input_tokens_seen", "no") not in (False, "no"):
         yield "include_num_input_tokens_seen counts the tokens of private batches: leave it out"
+    if args.neftune_noise_alpha is not None:
+        yield "neftune_noise_alpha scales its noise by the longest text of a batch: leave it out"
     if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
         yield f"optim={args.optim} updates weights during the backward pass: choose another"
     if args.metric_for_best_model is not None and not privacy.eval_is_public:

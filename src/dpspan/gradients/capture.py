@@ -94,7 +94,7 @@ class Capture:
         self._batch: _Batch | None = None
         self.inside_unit = False  # torch.func runs a module: the stand-ins inside keep still
         self.sees_batch = False  # inside a call of the model that was given the batch
-        self._anchors: dict[torch.device, Tensor] = {}
+        self.anchors: dict[torch.device, Tensor] = {}
         others = captures_on(model)
         if any(other._batch is not None for other in others):
             raise CaptureError(
@@ -211,7 +211,7 @@ class Capture:
         """Around a run of the expected batch that becomes a graph, which sees to stand-ins."""
         batch = replace(self.batch, live=None, graphs=None, terms={}, heard=False)
         # The anchors of other graphs belong to another stream.
-        return meanwhile(self, _batch=batch, _anchors={})
+        return meanwhile(self, _batch=batch, anchors={})
 
     def disarm(self) -> None:
         """Forget the expected batch, if there is one, and what it brought."""
@@ -396,9 +396,9 @@ class Capture:
 
     def anchor(self, device: torch.device) -> Tensor:
         """A number that has a gradient, and so has what depends on it."""
-        if device not in self._anchors:
-            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
-        return self._anchors[device]
+        if device not in self.anchors:
+            self.anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self.anchors[device]
 
     def check_backward(self, path: str, batch: _Batch) -> None:
         """Refuse a backward pass that is of another batch than the expected one, or is no end."""

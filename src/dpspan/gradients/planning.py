@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 from dpspan.gradients.layers import rule_for
+from dpspan.gradients.layers.generic import exchanged
 from dpspan.gradients.layers.recurrent import is_recurrent
 from dpspan.gradients.layout import (
     FEW,
@@ -212,7 +212,7 @@ class Planner:
         own = {name: p.detach().requires_grad_() for name, p in trained.items()}
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
-            with capture.unit_runs(), _reparametrize_module(model, own, tie_weights=True):
+            with capture.unit_runs(), exchanged(model, own):
                 return forward(*args, **kwargs)
 
         def losses(run: Forward, seed: int, mode: Mode) -> Tensor | None:
@@ -302,7 +302,16 @@ def _made_up_losses(output: Any, rows: int, views: int) -> Tensor | None:
 def _plain_gradients(losses: Tensor, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The gradient of each loss, by name."""
     grad = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
-    each = (grad(loss, list(own.values())) for loss in losses.view(-1))
+    try:
+        each = [grad(loss, list(own.values())) for loss in losses.view(-1)]
+    except RuntimeError as error:
+        if "checkpoint" not in str(error):
+            raise
+        raise CaptureError(
+            "The model uses gradient checkpointing, and what runs again during the backward pass "
+            "cannot be compared with plain autograd. Turn it off (gradient_checkpointing_disable() "
+            "of Hugging Face's models); to save memory, set max_physical_batch_size."
+        ) from error
     return [dict(zip(own, gradient, strict=True)) for gradient in each]
 
 

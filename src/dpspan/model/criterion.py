@@ -8,7 +8,7 @@ everything else), and autograd's graph is read.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dpspan.gradients.layout import Call
 from dpspan.model.isolation import Rehearsal, same, tensors_of
 from dpspan.support.checks import expect
+from dpspan.support.errors import CaptureError
 from dpspan.support.left_as_found import left_as_found, plain_tensors
 from dpspan.support.randomness import fresh_seed, shuffled
 
@@ -218,6 +219,27 @@ def _telling(x: Tensor, tell: Callable[[Tensor], None] | None) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if isinstance(x, Output) else x
+
+
+def refuse_outside(loss: Tensor, rows: int, known: Collection[Tensor]) -> None:
+    """CaptureError if a gradient goes elsewhere than to what is known, and to inputs of `rows`."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [below for below, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is None or leaf in known:
+            continue
+        if isinstance(leaf, nn.Parameter) or leaf.shape[:1] != (rows,):
+            raise CaptureError(
+                f"Something of shape {tuple(leaf.shape)} that needs a gradient takes part in the "
+                "loss and is no part of the private model: its gradient would have neither clip "
+                "nor noise. Make it a parameter of the module that make_private gets, or freeze it "
+                "(requires_grad_(False), or torch.no_grad() around an encoder)."
+            )
 
 
 def mixes(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:

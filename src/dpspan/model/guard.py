@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from dpspan.gradients.capture import Capture, Hook
 from dpspan.model import isolation
-from dpspan.model.criterion import CriterionCheck, mixes, reductions, state, tell_of_backward
+from dpspan.model.criterion import (
+    CriterionCheck,
+    mixes,
+    reductions,
+    refuse_outside,
+    state,
+    tell_of_backward,
+)
 from dpspan.model.isolation import NotComparable, Stage, Versions, differing, versions
 from dpspan.model.validation import refuse_wrapped_call
 from dpspan.support.distributed import is_sharded
@@ -247,8 +254,12 @@ class Guard:
         return told
 
     def _look_at_loss(self, loss: Tensor) -> None:
-        if not self._outputs or loss.dim() or not self._watching:
+        if not self._outputs or not self._watching:
             return  # of an earlier batch
+        known = {*self._module.parameters(), *self._capture.anchors.values()}
+        refuse_outside(loss, self._samples * self._views, known)
+        if loss.dim():
+            return
         declared, other = ("mean", "sum") if self._mean_loss else ("sum", "mean")
         found = reductions(loss, self._samples)
         if other in found:

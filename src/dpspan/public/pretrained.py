@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate
 
 from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures
+from dpspan.support.checks import check_count, check_seed
 
 _AT_ONCE, _SMALLEST = 256, 0.1  # samples; and of the mean deviation, added to a feature's
 
@@ -30,11 +31,21 @@ class PretrainedFeatures(PatchFeatures):
         `public` are samples as the network gets them: images (enlarged to `side` pixels), or token
         ids that 0 fills up. `model` is a folder or a name at Hugging Face, `timm/NAME` one of timm.
         """
-        settings = {"model": model, "side": side, "seed": seed}  # which other layers have, too
-        data, network = PublicData.of(public), cls._network(settings, {}).to(device)
+        side = None if side is None else check_count("side", side)
+        settings = {"model": model, "side": side, "seed": check_seed(seed)}  # as of other layers
+        data = PublicData.of(public)
+        if not all(_fits(inputs) for inputs, *_ in data.batches):
+            raise ValueError(
+                f"Expected the public data '{data.name}' to be a tensor of images, (n, channels, "
+                "height, width) with 1, 3 or more channels, or of token ids, (n, tokens)."
+            )
+        network = cls._network(settings, {}).to(device)
         pieces = data.pieces(_AT_ONCE)
         found = torch.cat([network(piece.inputs.to(device)) for piece in pieces])
-        scale = found.std(0) + _SMALLEST * found.std(0).mean()
+        spread = found.std(0, correction=min(1, len(found) - 1))
+        if not spread.mean() > 1e-6 * found.abs().mean():
+            raise ValueError(f"Expected at least two samples of '{data.name}' that differ.")
+        scale = spread + _SMALLEST * spread.mean()
         return cls(data, network, found.mean(0), torch.diag(1 / scale), settings)
 
     @classmethod
@@ -43,6 +54,13 @@ class PretrainedFeatures(PatchFeatures):
         for name, weight in network.state_dict().items():  # whatever that name means by now
             weight.copy_(tensors.get(f"responses.{name}", weight))
         return network
+
+
+def _fits(inputs: Any) -> bool:
+    if not isinstance(inputs, Tensor):
+        return False
+    images = inputs.dim() == 4 and inputs.shape[1] != 2
+    return images if inputs.is_floating_point() else inputs.dim() == 2
 
 
 class _Network(nn.Module):

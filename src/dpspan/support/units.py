@@ -16,6 +16,7 @@ from dpspan.support.checks import check_count, expect
 
 RECORDS_PER_UNIT = 16
 _KINDS = (str, bytes, int, float, datetime.date, uuid.UUID)
+_APART = (str, bytes, datetime.datetime, datetime.date, uuid.UUID)  # numbers are of one kind
 Ids = Sequence[Any] | Callable[[Any], Any]  # one a record, or a function of a record
 
 
@@ -37,10 +38,10 @@ class Units:
         expect(len(ids) == records, each_one, len(ids))
         listed = ids.tolist() if hasattr(ids, "tolist") else ids
         plain = [_plain(each, place, name) for place, each in enumerate(listed)]
-        if len({isinstance(each, str) for each in plain}) > 1:
+        if len(set(map(_kind, plain))) > 1:
             raise ValueError(
-                f"Some ids in {name} are texts and some are not: with both '7' and 7 one person "
-                "would be two. Make all of them texts, or all numbers."
+                f"Ids in {name} are of several kinds, texts and numbers say: with '7' and 7 one "
+                "person would be two. Make all of them texts, or all numbers, or tuples alike."
             )
         numbers: dict[Any, int] = {}
         owner = np.array([numbers.setdefault(each, len(numbers)) for each in plain], dtype=np.int64)
@@ -92,3 +93,10 @@ def _plain(each: Any, place: int, name: str) -> Any:
             f"{type(each).__name__} for record {place}: two that mean the same must be equal."
         )
     return each
+
+
+def _kind(each: Any) -> Any:
+    """What an id must have in common with the others, so that what looks alike is equal."""
+    if isinstance(each, tuple):
+        return tuple(map(_kind, each))
+    return next((kind for kind in _APART if isinstance(each, kind)), int)

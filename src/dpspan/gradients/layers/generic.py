@@ -7,7 +7,7 @@ module, everything below it included, are instantiated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def per_sample_forward(
         # The module sees a batch of one: what it does to the batch dimension stays true.
         filled = [leaf if place < 0 else next(remaining).unsqueeze(place) for leaf, place in placed]
         positional, named = tree_unflatten(filled, structure)
-        with _reparametrize_module(module, own, tie_weights=True), mended:
+        with exchanged(module, own), mended:
             given, output_structure = tree_flatten(forward(*positional, **named))
         template[:] = [[_TENSOR if isinstance(o, Tensor) else o for o in given], output_structure]
         tensors_out = [output for output in given if isinstance(output, Tensor)]
@@ -84,6 +84,17 @@ def _no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def exchanged(module: nn.Module, own: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """The module with other parameters meanwhile, under all the names that they have.
+
+    Taken back last in, first out: a part with two names would be left with the others otherwise.
+    """
+    found: AbstractContextManager[None] = _reparametrize_module(
+        module, own, tie_weights=True, stack_weights=True
+    )
+    return found
 
 
 class _PlainEmbedding(TorchFunctionMode):
