@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,24 @@ def test_one_of_several_processes_is_refused(kind: Any, monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="one of several processes"):
         kind(**WIDE).fit(records()[0], ledger=ledger)
     assert ledger.steps == 0
+
+
+@pytest.mark.parametrize("made", [logistic, lambda: PrivateScaler(**WIDE)])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.full(30, 4711.25), "Expected 2D array, got 1D .* Reshape your data"),
+        (4711.25, "Expected 2D array, got scalar .* Reshape your data"),
+        (np.full((30, 2), 4711.25 + 1j), "Complex data not supported"),
+    ],
+)
+def test_data_of_no_table_s_form_are_not_shown(made: Any, data: Any, message: str) -> None:
+    x, y = np.zeros((40, 2)), np.arange(40) % 2
+    fitted = made().fit(x, y)
+    for use in (made().fit, getattr(fitted, "predict", None) or fitted.transform):
+        with pytest.raises(ValueError, match=message) as caught:
+            use(data, *([y] if use.__name__ == "fit" else []))
+        assert "4711" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_texts_are_not_shown() -> None:

@@ -124,10 +124,14 @@ def _rounded_up(squares: Array, terms: int) -> Array:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Replaces numpy's message about text among numbers, which would quote the text."""
+    """Keeps the data out of messages: numpy's quote a text, scikit-learn's show arrays."""
     try:
         yield
     except ValueError as error:
+        first, *others = str(error).split("\n")
+        if first.startswith(("Expected 2D array", "Complex data")):
+            advice = [line for line in others if line.startswith("Reshape your data")]
+            raise ValueError(" ".join([first, *advice])) from None
         if "convert" not in str(error):
             raise
         raise ValueError(
