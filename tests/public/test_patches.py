@@ -387,6 +387,12 @@ class TestEncode:
         (record,) = engine.certificate(1e-5)["public"]
         assert (record["sha256"], record["detail"]) == (learnt.public.digest, "PatchFeatures")
 
+    def test_records_that_are_encoded_in_part(self, learnt: PatchFeatures) -> None:
+        encoded = dpspan.encode(learnt, TensorDataset(images(20, seed=5), torch.arange(20) % 2))
+        plain = TensorDataset(*encoded.tensors)
+        with pytest.raises(ValueError, match="Some of the private records are encoded and others"):
+            behind(Subset(ConcatDataset([encoded, plain]), range(30)))
+
     def test_copies_of_public_images_are_refused(self, learnt: PatchFeatures) -> None:
         private = images(20, seed=5)
         private[7] = learnt.public.batches[0][0][3]

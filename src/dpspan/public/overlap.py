@@ -47,11 +47,28 @@ class Encoded(TensorDataset):
 
 
 def encodings(dataset: Any) -> list[Encoded]:
-    """The encoded ones in a dataset, also behind torch's Subset and ConcatDataset."""
-    if isinstance(dataset, Encoded):
-        return [dataset]
+    """The encoded ones in a dataset, also behind torch's Subset and ConcatDataset.
+
+    ValueError if there are others beside them, of which nobody knows what they were.
+    """
+    parts = list(_parts(dataset))
+    found = [each for each in parts if isinstance(each, Encoded)]
+    if found and len(found) < len(parts):
+        raise ValueError(
+            "Some of the private records are encoded and others are not, so they cannot all be "
+            "compared with public samples: join them before dpspan.encode(layer, records)."
+        )
+    return found
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
     behind = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
-    return [found for each in behind if each is not None for found in encodings(each)]
+    inner = [each for each in behind if each is not None]
+    if isinstance(dataset, Encoded) or not inner:
+        yield dataset
+        return
+    for each in inner:
+        yield from _parts(each)
 
 
 def refuse_overlap(
