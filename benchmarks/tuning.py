@@ -93,7 +93,7 @@ def fixed(folder: Path, out: str, **settings: Any) -> dict[str, Any]:
 
 def trained(task: Task, contender: Contender) -> float:
     """The test accuracy of one run."""
-    noise = 0.0 if contender.method is None else noise_for(task, contender, task.count)
+    noise = 0.0 if contender.method is None else noise_for(task, contender)
     return rehearse(task, contender, 0, noise, task.sample_rate)
 
 

@@ -69,7 +69,8 @@ def advise(
     everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
     scenes = _scenes(task, everyone, stand_in, records=records, folds=folds)
     tuned = [c for c in everyone if c.method is not None]
-    noise = {c.name: noise_for(task, c, records) for c in tuned}
+    real = dataclasses.replace(task, records=records)
+    noise = {c.name: noise_for(real, c) for c in tuned}
     first = [
         scenes[0].job(dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
         for c in tuned

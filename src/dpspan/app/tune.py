@@ -40,7 +40,6 @@ from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, measured, outputs_on
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.processes import refuse_several_processes
@@ -188,8 +187,6 @@ class _Search:
         self._ledger = folder.open_ledger("rdp", task.budget)
         if goes_on and self.state["done"] and not self._ledger.events:
             raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
-        draw = PoissonDraw.one_pass(records=task.count, sample_rate=task.sample_rate)
-        self._steps = task.epochs * draw.steps_per_epoch
         if (name := asked["score_on"]) is not None:
             self._scores = _dataset(parts.public[name])
         self._pay(settings if not goes_on else None)
@@ -207,7 +204,7 @@ class _Search:
         event_of = partial(
             tuning_event,
             sample_rate=task.sample_rate,
-            steps=self._steps,
+            steps=task.steps,
             tries=self.asked["tries"],
             score_noise=self.state["score_noise"],
         )
@@ -299,7 +296,7 @@ class _Search:
         document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}
-        line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}
+        line: dict[str, Any] = {"step": self._task.steps, "epoch": self._task.epochs, **spent}
         model = self._task.new_model(config.training.seed)
         model.load_state_dict(self._weights)
         if self._task.test is not None:

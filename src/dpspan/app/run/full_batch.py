@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dp_accounting import GaussianDpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.convex.estimators import (
@@ -25,7 +23,7 @@ from dpspan.convex.public_rows import PublicRows
 from dpspan.public.data import PublicData
 
 if TYPE_CHECKING:
-    from dpspan.app.run.task import Spent, Task
+    from dpspan.app.run.task import Task
 
 _TOLD = f"{RECORDS_TOLD}: sums are divided by it. State data.records if it is a secret"
 
@@ -41,13 +39,6 @@ class FullBatch:
     def describe(self) -> dict[str, Any]:
         how = configuration(self.method)
         return {"method": how.pop("name"), "clip": self.clip, **how}
-
-    def noise_for(self, task: Task, spent: Spent) -> float:
-        """z of a step: the task's, or what its budget pays for beside what is spent."""
-        asked: Any = (self.method.steps, task.budget)
-        how: dict[str, Any] = {"accountant": task.accountant, "spent": spent}
-        z: float | None = getattr(task.budget, "noise_multiplier", None)
-        return z or calibrate_event(GaussianDpEvent, *asked, **how)
 
     def fit(
         self, task: Task, model: nn.Module, ledger: Ledger, *, noise: float, rate: Any

@@ -62,7 +62,7 @@ def rehearsed(task: Task, contender: Contender, public: Iterable[PublicData]) ->
     count = len(scene.task.private)  # type: ignore[arg-type]
     if min(count, len(labels)) < _A_CLASS * len(shares):
         return
-    z = noise_for(task, contender, task.count)
+    z = noise_for(task, contender)
     if not rehearse(*scene.job(contender, z, 0)) > shares.max():
         doubt = _CONSTANT.format(count, stand_in.name)
         warnings.warn(f"dpspan: {doubt}.", stacklevel=3)

@@ -24,7 +24,7 @@ from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.prospects import doubts
 from dpspan.app.run.task import Contender, Spent, Task
-from dpspan.app.run.training import Status, Training, measured
+from dpspan.app.run.training import Status, Training, measured, noise_for
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
@@ -113,13 +113,17 @@ class Run:
             self._ledger.warn(*doubts(task))
             self._declare_public()
             return
-        z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
+        if saved is None:
+            z = noise_for(task, self.contender, self._ledger.events)
+        else:
+            z = saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
         self._ledger.warn(*doubts(task, training))
         self._declare_public()
         if saved is not None:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
+            self._ledger.reserve(training.engine.plan.event, training.steps)
             folder.remove(folder.metrics, folder.diagnostics)
         if self._output.tensorboard and folder.writes:  # not before: a run may be refused
             from torch.utils.tensorboard import SummaryWriter
@@ -254,7 +258,7 @@ class Run:
             held = f"{self.folder.path} holds a run already"
             raise ValueError(f"{held}. Choose another output folder.")
         ledger.protect(task.protects)
-        z = method.noise_for(task, ledger.events)
+        z = noise_for(task, self.contender, ledger.events)
         model = training.model = task.new_model(self.seed, self.contender.model)
         about = method.fit(task, model, ledger, noise=z, rate=self.contender.learning_rate)
         training.step = training.steps = method.method.steps

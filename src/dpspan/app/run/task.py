@@ -20,6 +20,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.engine.plan import units_of
+from dpspan.engine.sampling import PoissonDraw
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import Encoded
@@ -131,6 +132,12 @@ class Task:
     def sample_rate(self) -> float:
         """q; counts the private records unless `records` does."""
         return min(1.0, self.batch_size / self.count)
+
+    @property
+    def steps(self) -> int:
+        """Of all epochs of private training together."""
+        draw = PoissonDraw.one_pass(records=self.count, sample_rate=self.sample_rate)
+        return self.epochs * draw.steps_per_epoch
 
     @property
     def start(self) -> WarmStart | None:
