@@ -181,7 +181,7 @@ class _Search:
         choosing = config.choose is not None
         self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
         test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
-        self._task = task = task_of(config, parts.private, parts.private.dataset, test)
+        self._task = task = task_of(config, parts.private, test)
         assert isinstance(task.budget, Budget)
         self._budget = task.budget
         self._ledger = folder.open_ledger("rdp", task.budget)
@@ -235,8 +235,9 @@ class _Search:
             for name, (low, high) in space.items()
         }
         config, ledger, task = self._tuned(found), Ledger(accountant="rdp"), self._task
-        public, records = self._parts.public, task.count
-        made = contender_of("a try", config, public, records=records, chosen=self._chosen)
+        made = contender_of(
+            "a try", config, self._parts.public, steps=task.steps, chosen=self._chosen
+        )
         training = Training(task, made, config.training.seed)
         training.prepare(ledger, noise_multiplier=self.state["noise_multiplier"])
         kept = training.take_all_steps()

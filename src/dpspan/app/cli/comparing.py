@@ -133,11 +133,10 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
             chosen = chosen_public(chooser, parts, folder)["chosen"]
             paid = read_json(folder.ledger)
     folder.write_about(first.report)
-    private, test = parts.private, parts.test
-    assert test is not None
-    records = first.data.records or private.count
+    assert parts.test is not None
+    task = task_of(first, parts.private, parts.test.dataset)
     contenders = [
-        contender_of(name, config, parts.public, records=records, chosen=chosen, paid=paid)
+        contender_of(name, config, parts.public, steps=task.steps, chosen=chosen, paid=paid)
         for name, config in settings.items()
     ]
     starts = [c.warm_start for c in contenders if c.warm_start is not None]
@@ -148,8 +147,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         rate = first.training.optimizer.learning_rate
         like = dataclasses.replace(contenders[0], warm_start=None, paid=None, learning_rate=rate)
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
-    start = next(iter(starts), None)
-    return task_of(first, private, private.dataset, test.dataset, warm_start=start), contenders
+    return dataclasses.replace(task, warm_start=next(iter(starts), None)), contenders
 
 
 @app.command(name="demo")
