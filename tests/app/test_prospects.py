@@ -164,6 +164,12 @@ class TestRehearsed:
         train(self.plan(tmp_path, scale=1.0))
         assert seen == pytest.approx([1.0 * 30 / 200, 1.0])  # the rehearsal, and the run
 
+    def test_batches_of_all_records(self, tmp_path: Path) -> None:
+        optimizer = {"name": "sgd", "learning_rate": 1.0}
+        training = {"epochs": 3, "batch_size": 4000, "optimizer": optimizer}
+        with pytest.warns(UserWarning, match="every step uses all of them"):
+            train(self.plan(tmp_path, scale=1.0, training=training))
+
     def test_too_few_say_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prospects, "rehearse", lambda *_: pytest.fail("was rehearsed"))
         config = self.plan(tmp_path, scale=1.0)
