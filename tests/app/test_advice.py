@@ -216,6 +216,7 @@ class TestScene:
         assert rehearsed == pytest.approx(real)
         assert scene.sample_rate == batch / records
         assert len(scene.task.private) <= records  # type: ignore[arg-type]
+        assert scene.task.count == len(scene.task.private)  # type: ignore[arg-type]
 
     def test_parts_share_no_sample(self) -> None:
         source = PublicData.of(blobs(200, 1))

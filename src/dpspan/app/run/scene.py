@@ -84,7 +84,7 @@ def scene_of(
             f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
             "Give more labelled public data, or plan with a larger batch_size."
         )
-    own: dict[str, Any] = {"test": _part(stand_in, test), "batch_size": batch}
+    own: dict[str, Any] = {"test": _part(stand_in, test), "batch_size": batch, "records": None}
     rehearsed = dataclasses.replace(task, private=private, **own, public=None, warm_start=None)
     return Scene(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
 
