@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,18 +48,14 @@ class FullBatch:
         x, y = _whole(DataLoader(task.private, batch_size=1024))
         (linear,) = (each for each in model.modules() if isinstance(each, nn.Linear))
         ledger.warn(*[_TOLD] * (task.records is None))
-        shared: dict[str, Any] = {
-            "delta": task.budget.delta,
-            "method": dataclasses.replace(self.method, learning_rate=rate),
-            "clip": self.clip,
-            "noise_multiplier": noise,
-            "records": task.count,
-            "secure_mode": task.secure_mode,
-        }
-        fitted: Any = (
-            PrivateLinearRegression(**shared)
-            if task.numeric
-            else PrivateLogisticRegression(**shared, classes=range(linear.out_features))
+        kind: Any = partial(PrivateLogisticRegression, classes=range(linear.out_features))
+        fitted = (PrivateLinearRegression if task.numeric else kind)(
+            delta=task.budget.delta,
+            method=dataclasses.replace(self.method, learning_rate=rate),
+            clip=self.clip,
+            noise_multiplier=noise,
+            records=task.count,
+            secure_mode=task.secure_mode,
         )
         public, groups = None, None if task.units is None else task.units.owners
         if self.public is not None:
