@@ -100,8 +100,7 @@ class Run:
             optional("tensorboard", "Files of output.tensorboard", "tensorboard")
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
-        found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
-        self._ledger.warn(*found)
+        self._ledger.warn(*weaknesses(None, task.budget.delta, task.count, unit=task.protects))
         self._note_unprivate()
         if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
             self._ledger.charge(gaussian_event(self.evaluation.section.noise_multiplier or 1.0))
