@@ -19,7 +19,7 @@ from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
-from dpspan.app.run.columns import frozen_columns
+from dpspan.app.run.columns import budget_of, frozen_columns
 from dpspan.app.run.evaluation import Evaluation
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.models import _rehearse, device_of, new_model
@@ -159,11 +159,8 @@ def make_parts(
     found unless the folder keeps it; bounds of them are released if the run `pays` for that.
     """
     kept = folder.kept_features if folder and goes_on and config.features else None
-    data, device, columns = (
-        config.data,
-        device_of(config),
-        frozen_columns(config, folder, pays=pays),
-    )
+    data, device = config.data, device_of(config)
+    columns = frozen_columns(config, folder, pays=pays)
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
@@ -289,7 +286,7 @@ def task_of(config: Config, private: Loaded, test: Dataset[Any] | None) -> Task:
         test=test,
         batch_size=config.training.batch_size,
         epochs=config.training.epochs,
-        budget=_budget(config),
+        budget=budget_of(config),
         criterion=nn.CrossEntropyLoss() if config.data.target is None else nn.MSELoss(),
         numeric=config.data.target is not None,
         test_is_public=config.data.test_is_public,
@@ -304,14 +301,6 @@ def task_of(config: Config, private: Loaded, test: Dataset[Any] | None) -> Task:
         sample_shape=private.shape,
         about=config.model_dump(mode="json", include=shared),
     )
-
-
-def _budget(config: Config) -> Budget | FixedNoise:
-    section = config.budget
-    if section.epsilon is not None:
-        return Budget(epsilon=section.epsilon, delta=section.delta)
-    assert section.noise_multiplier is not None  # one of the two is given
-    return FixedNoise(noise_multiplier=section.noise_multiplier, delta=section.delta)
 
 
 def contender_of(
@@ -369,7 +358,7 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
         seed=config.training.seed,
     )
     accountant = config.budget.accountant
-    return choose_once(folder, asked, choose, accountant=accountant, budget=_budget(config))
+    return choose_once(folder, asked, choose, accountant=accountant, budget=budget_of(config))
 
 
 def choose_once(
