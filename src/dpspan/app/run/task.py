@@ -221,8 +221,7 @@ class Contender:
         return () if self.paid is None else Ledger.from_state(self.paid).events
 
     def seeded_start(self, seed: int) -> WarmStart | None:
-        start = self.warm_start
-        return None if start is None else dataclasses.replace(start, seed=seed)
+        return self.warm_start and dataclasses.replace(self.warm_start, seed=seed)
 
     def describe(self) -> dict[str, Any]:
         """The configuration as plain values; data by their digests."""
