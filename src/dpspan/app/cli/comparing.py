@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import operator
@@ -119,8 +118,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
     folder, first = RunFolder(to), next(iter(settings.values()))
     chooser = next((config for config in settings.values() if config.choose is not None), None)
     chosen, paid = None, None
-    kept_here = first.features is not None or chooser is not None or folder.choice.exists()
-    with locked(to) if kept_here else contextlib.nullcontext():
+    with locked(to):
         if folder.choice.exists():
             folder.refuse_lost_ledger()
         begun = is_comparison(to) or folder.features.exists()
@@ -132,7 +130,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
                 remove_summary(to)
             chosen = chosen_public(chooser, parts, folder)["chosen"]
             paid = read_json(folder.ledger)
-    folder.write_about(first.report)
+        folder.write_about(first.report)
     assert parts.test is not None
     task = task_of(first, parts.private, parts.test.dataset)
     contenders = [
