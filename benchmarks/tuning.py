@@ -9,6 +9,7 @@ cost ε = 3 with everything that was done for them. The results are those of doc
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -80,9 +81,9 @@ def parts(folder: Path, **settings: Any) -> tuple[Task, Contender]:
     config = configuration(folder, "unused", **settings)
     read = make_parts(config)
     assert read.test is not None
-    private, public = read.private, read.public
-    task = task_of(config, private, private.dataset, read.test.dataset, public=public["public"])
-    return task, contender_of("DP-SGD", config, public, records=task.count)
+    task = task_of(config, read.private, read.test.dataset)
+    contender = contender_of("DP-SGD", config, read.public, steps=task.steps)
+    return dataclasses.replace(task, public=read.public["public"]), contender
 
 
 def fixed(folder: Path, out: str, **settings: Any) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def fixed(folder: Path, out: str, **settings: Any) -> dict[str, Any]:
 
 def trained(task: Task, contender: Contender) -> float:
     """The test accuracy of one run."""
-    noise = 0.0 if contender.method is None else noise_for(task, contender, task.count)
+    noise = 0.0 if contender.method is None else noise_for(task, contender)
     return rehearse(task, contender, 0, noise, task.sample_rate)
 
 

@@ -209,23 +209,18 @@ class TestScene:
         self, count: int, records: int, rate: float, noise: float, fold: int
     ) -> None:
         batch = max(1, round(rate * records))
-        task = task_of(blobs(20, 0), batch_size=batch)
-        scene = scene_of(
-            task, PublicData.of(blobs(count, 1)), records=records,
-            fold=fold, others=None,
-        )  # fmt: skip
+        task = task_of(blobs(20, 0), batch_size=batch, records=records)
+        scene = scene_of(task, PublicData.of(blobs(count, 1)), fold=fold, others=None)
         _, _, _, z, _ = scene.job(PLAIN, noise, 0)
         real, rehearsed = noise / batch, z / scene.task.batch_size
         assert rehearsed == pytest.approx(real)
         assert scene.sample_rate == batch / records
         assert len(scene.task.private) <= records  # type: ignore[arg-type]
+        assert scene.task.count == len(scene.task.private)  # type: ignore[arg-type]
 
     def test_parts_share_no_sample(self) -> None:
         source = PublicData.of(blobs(200, 1))
-        scene = scene_of(
-            task_of(blobs(20, 0)), source, records=300,
-            fold=1, others=None,
-        )  # fmt: skip
+        scene = scene_of(task_of(blobs(20, 0), records=300), source, fold=1, others=None)
         assert scene.public is not None
         private = torch.stack([x for x, _ in scene.task.private])
         test = scene.task.test[:][0]
@@ -237,19 +232,15 @@ class TestScene:
         stand_in = blobs(200, 1)
         other = PublicData.of((stand_in[0][:60], stand_in[1][:60]))
         scene = scene_of(
-            task_of(blobs(20, 0)), PublicData.of(stand_in), records=300,
-            fold=0, others=(other,),
-        )  # fmt: skip
+            task_of(blobs(20, 0), records=300), PublicData.of(stand_in), fold=0, others=(other,)
+        )
         assert scene.public is None
         private = torch.stack([x for x, _ in scene.task.private])
         assert not set(fingerprints(private)) & set(fingerprints(stand_in[0][:60]))
 
     def test_contenders_get_the_public_part(self) -> None:
         public = blobs(60, 0)
-        scene = scene_of(
-            task_of(public), PublicData.of(public), records=60,
-            fold=0, others=None,
-        )  # fmt: skip
+        scene = scene_of(task_of(public, records=60), PublicData.of(public), fold=0, others=None)
         start = WarmStart(data=public)
         original = Contender(
             name="a", method=GEP(public=public[0], rank=50, clip=1.0), learning_rate=1.0,
@@ -317,9 +308,8 @@ class TestConclusion:
 
 def test_the_stand_in_is_a_plain_dataset() -> None:
     scene = scene_of(
-        task_of(blobs(20, 0)), PublicData.of(blobs(100, 1)), records=100,
-        fold=0, others=(),
-    )  # fmt: skip
+        task_of(blobs(20, 0), records=100), PublicData.of(blobs(100, 1)), fold=0, others=()
+    )
     assert isinstance(scene.task.test, TensorDataset)
 
 

@@ -97,9 +97,7 @@ def test_training_certifies_and_reports_units(settings: dict[str, Any], tmp_path
 def test_a_stated_number_is_of_units(settings: dict[str, Any]) -> None:
     parts = make_parts(config(settings, records=20))
     assert parts.private.count == len(SIZES)
-    task = dpspan.app.run.from_config.task_of(
-        config(settings, records=20), parts.private, parts.private.dataset, None
-    )
+    task = dpspan.app.run.from_config.task_of(config(settings, records=20), parts.private, None)
     assert (task.sample_rate, task.drawn, task.protects) == (0.25, 10, "unit")
 
 

@@ -546,7 +546,8 @@ def test_a_folder_is_of_a_run_or_of_a_comparison(folder: Path) -> None:
     single = written(folder, **sections, output={"folder": str(folder / "single")})
     dpspan("train", single)
     before = {file: file.read_bytes() for file in (folder / "single").rglob("*.*")}
-    for config in (path, chooser):
+    told = written(folder, "told.yaml", **sections, report={"title": "Another"})
+    for config in (path, chooser, told):
         refused = dpspan("compare", config, "--out", "single", "--seeds", 1, code=1)
         assert "single holds a run, whose certificate would be replaced" in refused.stderr
     assert {file: file.read_bytes() for file in (folder / "single").rglob("*.*")} == before

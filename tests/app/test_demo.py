@@ -31,6 +31,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "WARM", short)
 
 
+def test_the_folder_of_a_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds a run, whose certificate would be replaced"):
+        demo.run(tmp_path, Console(quiet=True))
+    assert not (tmp_path / "about.json").exists()
+
+
 @pytest.mark.usefixtures("quick")
 def test_demo(tmp_path: Path) -> None:
     console = Console(record=True, width=120)

@@ -14,6 +14,7 @@ from dpspan.app.cli.app import four_digits
 from dpspan.app.config import parse_config
 from dpspan.app.run import prospects, train
 from dpspan.app.run.resumable import Progress
+from dpspan.engine.engine import PrivacyEngine
 
 HEADER = "a,b,colour,ill\n"
 
@@ -149,6 +150,25 @@ class TestRehearsed:
         assert noise == pytest.approx(1.0 * 30 / 200)  # of as much noise in the mean gradient
         events = json.loads((tmp_path / "run" / "ledger.json").read_text())["events"]
         assert [each["count"] for each in events] == [30]
+
+    def test_its_noise_is_that_of_its_smaller_batches(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen, make_private = list[float](), PrivacyEngine.make_private
+
+        def spy(engine: PrivacyEngine, **settings: Any) -> Any:
+            seen.append(settings["noise_multiplier"])
+            return make_private(engine, **settings)
+
+        monkeypatch.setattr(PrivacyEngine, "make_private", spy)
+        train(self.plan(tmp_path, scale=1.0))
+        assert seen == pytest.approx([1.0 * 30 / 200, 1.0])  # the rehearsal, and the run
+
+    def test_batches_of_all_records(self, tmp_path: Path) -> None:
+        optimizer = {"name": "sgd", "learning_rate": 1.0}
+        training = {"epochs": 3, "batch_size": 4000, "optimizer": optimizer}
+        with pytest.warns(UserWarning, match="every step uses all of them"):
+            train(self.plan(tmp_path, scale=1.0, training=training))
 
     def test_too_few_say_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prospects, "rehearse", lambda *_: pytest.fail("was rehearsed"))

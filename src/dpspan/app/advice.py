@@ -67,9 +67,10 @@ def advise(
     for rate in rates:
         check_positive("every learning rate", rate)
     everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
-    scenes = _scenes(task, everyone, stand_in, records=records, folds=folds)
+    task = dataclasses.replace(task, records=records)
+    scenes = _scenes(task, everyone, stand_in, folds)
     tuned = [c for c in everyone if c.method is not None]
-    noise = {c.name: noise_for(task, c, records) for c in tuned}
+    noise = {c.name: noise_for(task, c) for c in tuned}
     first = [
         scenes[0].job(dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
         for c in tuned
@@ -129,7 +130,7 @@ def default_contenders(task: Task) -> tuple[Contender, ...]:
 
 
 def _scenes(
-    task: Task, contenders: Sequence[Contender], stand_in: object, *, records: int, folds: int
+    task: Task, contenders: Sequence[Contender], stand_in: object, folds: int
 ) -> list[Scene]:
     given = task.public if stand_in is None else stand_in
     source = None if given is None else PublicData.of(given, name="stand-in")
@@ -140,9 +141,7 @@ def _scenes(
         )
     used = {data.digest: data for contender in contenders for data in public_of(contender)}
     others = None if stand_in is None else tuple(used.values())
-    return [
-        scene_of(task, source, records=records, fold=fold, others=others) for fold in range(folds)
-    ]
+    return [scene_of(task, source, fold=fold, others=others) for fold in range(folds)]
 
 
 def _notes(trials: Sequence[Trial], scene: Scene, records: int, same_data: bool) -> Iterator[str]:

@@ -317,10 +317,8 @@ class Npz(Source):
         return *super().records, self.inputs  # other arrays of the file are other records
 
     def ids(self, name: str) -> Array | None:
-        if name not in array_names(self.path):
-            return None
         with reading(self.path, "npz file"), np.load(self.path, allow_pickle=False) as file:
-            found: Array = file[name]
+            found: Array | None = file[name] if name in file.files else None
         return found
 
     def read(self, classes: Classes) -> Raw:

@@ -40,7 +40,6 @@ from dpspan.app.run.folder import RunFolder
 from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, measured, outputs_on
 from dpspan.engine.checkpoint import load_file, save_file
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, expect
 from dpspan.support.processes import refuse_several_processes
@@ -182,14 +181,12 @@ class _Search:
         choosing = config.choose is not None
         self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
         test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
-        self._task = task = task_of(config, parts.private, parts.private.dataset, test)
+        self._task = task = task_of(config, parts.private, test)
         assert isinstance(task.budget, Budget)
         self._budget = task.budget
         self._ledger = folder.open_ledger("rdp", task.budget)
         if goes_on and self.state["done"] and not self._ledger.events:
             raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
-        draw = PoissonDraw.one_pass(records=task.count, sample_rate=task.sample_rate)
-        self._steps = task.epochs * draw.steps_per_epoch
         if (name := asked["score_on"]) is not None:
             self._scores = _dataset(parts.public[name])
         self._pay(settings if not goes_on else None)
@@ -207,7 +204,7 @@ class _Search:
         event_of = partial(
             tuning_event,
             sample_rate=task.sample_rate,
-            steps=self._steps,
+            steps=task.steps,
             tries=self.asked["tries"],
             score_noise=self.state["score_noise"],
         )
@@ -238,8 +235,9 @@ class _Search:
             for name, (low, high) in space.items()
         }
         config, ledger, task = self._tuned(found), Ledger(accountant="rdp"), self._task
-        public, records = self._parts.public, task.count
-        made = contender_of("a try", config, public, records=records, chosen=self._chosen)
+        made = contender_of(
+            "a try", config, self._parts.public, steps=task.steps, chosen=self._chosen
+        )
         training = Training(task, made, config.training.seed)
         training.prepare(ledger, noise_multiplier=self.state["noise_multiplier"])
         kept = training.take_all_steps()
@@ -299,7 +297,7 @@ class _Search:
         document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}
-        line: dict[str, Any] = {"step": self._steps, "epoch": self._task.epochs, **spent}
+        line: dict[str, Any] = {"step": self._task.steps, "epoch": self._task.epochs, **spent}
         model = self._task.new_model(config.training.seed)
         model.load_state_dict(self._weights)
         if self._task.test is not None:

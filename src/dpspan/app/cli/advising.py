@@ -65,7 +65,6 @@ def advise_command(
     advice = advise(
         task,
         [own, *others],
-        records=records,
         stand_in=None if stand_in is None else data[stand_in],
         rates=[rate * each / RATES[len(RATES) // 2] for each in RATES],
         folds=folds,
@@ -134,10 +133,11 @@ def _planned(
         ledger = dpspan.Ledger()
         ledger.charge(pure_event(settings.choose.epsilon))
         paid = ledger.state_dict()
-    own = contender_of(name, settings, data, records=records, chosen=used, paid=paid)
     none: Dataset[Any] = Dataset()  # in place of private records: neither read nor counted
-    warm: dict[str, Any] = {"public": data[used], "warm_start": own.warm_start}
-    task = task_of(settings, loaded[used], none, none, **warm)
+    task = task_of(settings, loaded[used], none)
+    task = dataclasses.replace(task, private=none, records=records, public=data[used])
+    own = contender_of(name, settings, data, steps=task.steps, chosen=used, paid=paid)
+    task = dataclasses.replace(task, warm_start=own.warm_start)
     shared: dict[str, Any] = {"optimizer": own.optimizer, "schedule": own.schedule}
     others = [
         dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)

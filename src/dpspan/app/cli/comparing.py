@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import operator
@@ -119,8 +118,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
     folder, first = RunFolder(to), next(iter(settings.values()))
     chooser = next((config for config in settings.values() if config.choose is not None), None)
     chosen, paid = None, None
-    kept_here = first.features is not None or chooser is not None or folder.choice.exists()
-    with locked(to) if kept_here else contextlib.nullcontext():
+    with locked(to):
         if folder.choice.exists():
             folder.refuse_lost_ledger()
         begun = is_comparison(to) or folder.features.exists()
@@ -132,12 +130,11 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
                 remove_summary(to)
             chosen = chosen_public(chooser, parts, folder)["chosen"]
             paid = read_json(folder.ledger)
-    folder.write_about(first.report)
-    private, test = parts.private, parts.test
-    assert test is not None
-    records = first.data.records or private.count
+        folder.write_about(first.report)
+    assert parts.test is not None
+    task = task_of(first, parts.private, parts.test.dataset)
     contenders = [
-        contender_of(name, config, parts.public, records=records, chosen=chosen, paid=paid)
+        contender_of(name, config, parts.public, steps=task.steps, chosen=chosen, paid=paid)
         for name, config in settings.items()
     ]
     starts = [c.warm_start for c in contenders if c.warm_start is not None]
@@ -148,8 +145,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         rate = first.training.optimizer.learning_rate
         like = dataclasses.replace(contenders[0], warm_start=None, paid=None, learning_rate=rate)
         contenders.append(dataclasses.replace(like, name="DP-SGD", method=method))
-    start = next(iter(starts), None)
-    return task_of(first, private, private.dataset, test.dataset, warm_start=start), contenders
+    return dataclasses.replace(task, warm_start=next(iter(starts), None)), contenders
 
 
 @app.command(name="demo")

@@ -68,7 +68,7 @@ def init(
             unit = name
             break
     with _noted(problems):
-        between = _range(target)
+        between = None if target is None else _range(target)
     with _noted(problems):
         if dictionary is not None:
             columns = _described(_names(private), dictionary, private.get("label"))
@@ -79,7 +79,7 @@ def init(
         names = [name for name in each.pop("inputs") if name not in (*likely, unit)]
         each |= {} if columns else {"inputs": names}  # an id would be learnt by heart
     facts = {
-        "classes": _classes(classes),
+        "classes": None if classes is None else _classes(classes),
         "target": between,
         "private": private,
         **{part: sources.get(part) for part in ("public", "test")},
@@ -113,15 +113,11 @@ def _write(out: Path, facts: _Keys, numbers: _Keys, columns: _Keys) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _classes(text: str | None) -> int | list[str] | None:
-    if text is None:
-        return None
+def _classes(text: str) -> int | list[str]:
     return int(text) if text.isdecimal() else re.split(r"\s*,\s*", text.strip())
 
 
-def _range(text: str | None) -> _Keys | None:
-    if text is None:
-        return None
+def _range(text: str) -> _Keys:
     try:
         low, high = map(float, text.split(","))
     except ValueError:

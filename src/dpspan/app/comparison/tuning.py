@@ -104,6 +104,6 @@ class RowSearch:
             records=None,
         )
         contender = dataclasses.replace(self.contender, learning_rate=each.rate)
-        score = rehearse(task, contender, each.seed, noise_for(task, contender, task.count))
+        score = rehearse(task, contender, each.seed, noise_for(task, contender))
         about = {**vars(each), SCORE: score, "settings": self._settings}
         RunFolder(self.row).write_json(self._path(each), plain(about))

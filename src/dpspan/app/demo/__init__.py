@@ -139,12 +139,10 @@ def run(
         f"Public: {OPT_IN} opt-in scans without labels, {RENDERED} printed digits with labels, "
         "patches of photographs, noise."
     )
-    RunFolder(out).write_about(
-        ReportSection(
-            title="The demo: private handwritten digits",
-            purpose="To show what public data are worth where private records must be protected.",
-            data=f"{len(digits.private):,} scans of handwritten digits, as scikit-learn has them.",
-        )
+    about = ReportSection(
+        title="The demo: private handwritten digits",
+        purpose="To show what public data are worth where private records must be protected.",
+        data=f"{len(digits.private):,} scans of handwritten digits, as scikit-learn has them.",
     )
     labelled = PublicData.of(printed, name="printed digits")
     task = Task(
@@ -159,6 +157,7 @@ def run(
         test_is_public=True,
     )
     with locked(out):
+        RunFolder(out).write_about(about)
         public = _chosen(out, console, task.new_model(0), digits, printed[0])
     paid = read_json(RunFolder(out).ledger)
     offered = functools.partial(contenders, public=public, start=task.start, paid=paid)

@@ -54,7 +54,7 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     broken = [each["not_private_because"] for each in certificates if not each["private"]]
     said = found.comparison or {}
     unit = "unit" if "unit" in most.certificate["adjacency"] else "record"
-    accuracy, loss = (_with(name, include_unprivate, runs) for name in _METRICS)
+    accuracy, loss = (_with(name, runs) for name in _METRICS)
     metric = accuracy or loss
     rows = [_row(name, group, metric) for name, group in found.groups.items()]
     values = {row["name"]: row["values"] for row in rows}
@@ -86,10 +86,9 @@ def _content(found: Found, include_unprivate: bool) -> dict[str, Any]:
     }
 
 
-def _with(name: str, include_unprivate: bool, runs: Sequence[Run]) -> str | None:
+def _with(name: str, runs: Sequence[Run]) -> str | None:
     """The name under which the runs hold this metric, if they do and it may be shown."""
-    names = (name, UNPRIVATE + name) if include_unprivate else (name,)
-    return next((n for n in names if any(run.curve(n) for run in runs)), None)
+    return next((n for n in (name, UNPRIVATE + name) if any(run.curve(n) for run in runs)), None)
 
 
 def _row(name: str, runs: Sequence[Run], metric: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dpspan.app.config import Config
 from dpspan.app.data import Source
 from dpspan.app.preprocessing import Preprocessing, Values
 from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.task import FixedNoise
 from dpspan.support.checks import expect
 
 
@@ -21,7 +22,7 @@ def frozen_columns(
     A release is on the ledger, and that on the disk, before anything else. It is made once: to make
     it again would be one more.
     """
-    data, budget = config.data, config.budget
+    data = config.data
     if not data.preprocessing:
         return None
     planned = sha256_of(data.model_dump(mode="json")["preprocessing"])
@@ -39,8 +40,7 @@ def frozen_columns(
                 "Bounds of columns are yet to be released, which `dpspan train` does, in a folder "
                 "without a run. State them, or take them from public rows, for anything else."
             )
-        limit = budget.epsilon and Budget(epsilon=budget.epsilon, delta=budget.delta)
-        ledger = folder.open_ledger(budget.accountant, limit or None)
+        ledger = folder.open_ledger(config.budget.accountant, budget_of(config))
     ask = partial(_values, data.public.values()), partial(_values, [data.private]), ledger
     columns = {name: each.frozen(name, *ask) for name, each in data.preprocessing.items()}
     made = Preprocessing(columns=columns, planned=planned)
@@ -48,6 +48,15 @@ def frozen_columns(
         folder.write_ledger(ledger)
         folder.keep_columns(made)
     return made
+
+
+def budget_of(config: Config) -> Budget | FixedNoise:
+    """What a run may spend, or the noise that it has whatever that costs."""
+    section = config.budget
+    if section.epsilon is not None:
+        return Budget(epsilon=section.epsilon, delta=section.delta)
+    assert section.noise_multiplier is not None  # one of the two is given
+    return FixedNoise(noise_multiplier=section.noise_multiplier, delta=section.delta)
 
 
 def _values(sources: Iterable[Source], column: str) -> Values:

@@ -20,7 +20,7 @@ from dpspan.app.config import Config, parse_config
 from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
-from dpspan.app.run.columns import frozen_columns
+from dpspan.app.run.columns import budget_of, frozen_columns
 from dpspan.app.run.evaluation import Evaluation, groups_of
 from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.models import _rehearse, device_of, new_model
@@ -29,11 +29,9 @@ from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.task import Contender, FixedNoise, Task, in_batches
 from dpspan.app.section import read_text
 from dpspan.choose import Choice, choose_public
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.pretrained import PretrainedFeatures
-from dpspan.public.warm_start import WarmStart
 from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 from dpspan.support.units import Units
@@ -110,11 +108,8 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
             parts.layer.save(folder.features)
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
-    private, name = parts.private.dataset, folder.path.resolve().name
-    records = config.data.records or parts.private.count
-    contender = contender_of(name, config, parts.public, records=records, chosen=chosen)
-    plan = functools.partial(task_of, config, parts.private, private, test)
-    task = plan(model=lambda: parts.model)
+    task, name = task_of(config, parts.private, test), folder.path.resolve().name
+    contender = contender_of(name, config, parts.public, steps=task.steps, chosen=chosen)
     notes = [_EQUAL] * config.data.equal_rows_allowed
     planned = config.data.preprocessing.values()
     bounded = any(column.origin == "public rows" for column in planned)
@@ -122,9 +117,9 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         known = list(parts.public.values())
         if test is not None and task.test_is_public:
             known.append(PublicData.of(test, name="test"))
-        notes += rehearsed(plan(), contender, known)
+        notes += rehearsed(task, contender, known)
     return Run(
-        task=task,
+        task=replace(task, model=lambda: parts.model),
         contender=contender,
         seed=config.training.seed,
         folder=folder,
@@ -169,11 +164,8 @@ def make_parts(
     found unless the folder keeps it; bounds of them are released if the run `pays` for that.
     """
     kept = folder.kept_features if folder and goes_on and config.features else None
-    data, device, columns = (
-        config.data,
-        device_of(config),
-        frozen_columns(config, folder, pays=pays),
-    )
+    data, device = config.data, device_of(config)
+    columns = frozen_columns(config, folder, pays=pays)
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
@@ -290,50 +282,31 @@ def _layer(
     return layer.to(device)
 
 
-def task_of(
-    config: Config,
-    like: Loaded,
-    private: Dataset[Any],
-    test: Dataset[Any] | None,
-    *,
-    model: Callable[[], nn.Module] | None = None,
-    public: PublicData | None = None,
-    warm_start: WarmStart | None = None,
-) -> Task:
-    """What is learnt, from samples like these; the model is the configuration's by default."""
+def task_of(config: Config, private: Loaded, test: Dataset[Any] | None) -> Task:
+    """What is learnt from the private samples."""
     # Without a section that older folders do not know, if it is not used.
     shared = {"data", "model", "trainable"} | ({"features"} if config.features else set())
     return Task(
-        model=model or functools.partial(new_model, config, like),
-        private=private,
+        model=functools.partial(new_model, config, private),
+        private=private.dataset,
         test=test,
         batch_size=config.training.batch_size,
         epochs=config.training.epochs,
-        budget=_budget(config),
-        public=public,
-        warm_start=warm_start,
+        budget=budget_of(config),
         criterion=nn.CrossEntropyLoss() if config.data.target is None else nn.MSELoss(),
         numeric=config.data.target is not None,
         test_is_public=config.data.test_is_public,
         records=config.data.records,
-        unit=like.units,
+        unit=private.units,
         records_per_unit=config.data.records_per_unit,
         accountant=config.budget.accountant,
         secure_mode=config.budget.secure_mode,
         physical_batch_size=config.training.physical_batch_size,
         cuda_graphs=config.training.cuda_graphs,
         device=device_of(config),
-        sample_shape=like.shape,
+        sample_shape=private.shape,
         about=config.model_dump(mode="json", include=shared),
     )
-
-
-def _budget(config: Config) -> Budget | FixedNoise:
-    section = config.budget
-    if section.epsilon is not None:
-        return Budget(epsilon=section.epsilon, delta=section.delta)
-    assert section.noise_multiplier is not None  # one of the two is given
-    return FixedNoise(noise_multiplier=section.noise_multiplier, delta=section.delta)
 
 
 def contender_of(
@@ -341,15 +314,12 @@ def contender_of(
     config: Config,
     public: Mapping[str, PublicData],
     *,
-    records: int,
+    steps: int,
     chosen: str | None = None,
     paid: Mapping[str, Any] | None = None,
 ) -> Contender:
-    """A configuration as one row; `chosen` and `paid` are of its `choose` section."""
+    """A configuration as one row, for so many steps; `chosen` and `paid` are of its `choose`."""
     training = config.training
-    rate = min(1.0, training.batch_size / records)
-    draw = PoissonDraw.one_pass(records=records, sample_rate=rate)
-    steps = training.epochs * draw.steps_per_epoch
     named = getattr(config.method, "public", None) if config.choose is None else chosen
     start = None
     if (section := config.warm_start) is not None:
@@ -394,7 +364,7 @@ def chosen_public(config: Config, parts: Parts, folder: RunFolder) -> dict[str, 
         seed=config.training.seed,
     )
     accountant = config.budget.accountant
-    return choose_once(folder, asked, choose, accountant=accountant, budget=_budget(config))
+    return choose_once(folder, asked, choose, accountant=accountant, budget=budget_of(config))
 
 
 def choose_once(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dp_accounting import GaussianDpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
 from dpspan.convex.estimators import (
@@ -25,7 +24,7 @@ from dpspan.convex.public_rows import PublicRows
 from dpspan.public.data import PublicData
 
 if TYPE_CHECKING:
-    from dpspan.app.run.task import Spent, Task
+    from dpspan.app.run.task import Task
 
 _TOLD = f"{RECORDS_TOLD}: sums are divided by it. State data.records if it is a secret"
 
@@ -42,13 +41,6 @@ class FullBatch:
         how = configuration(self.method)
         return {"method": how.pop("name"), "clip": self.clip, **how}
 
-    def noise_for(self, task: Task, spent: Spent) -> float:
-        """z of a step: the task's, or what its budget pays for beside what is spent."""
-        asked: Any = (self.method.steps, task.budget)
-        how: dict[str, Any] = {"accountant": task.accountant, "spent": spent}
-        z: float | None = getattr(task.budget, "noise_multiplier", None)
-        return z or calibrate_event(GaussianDpEvent, *asked, **how)
-
     def fit(
         self, task: Task, model: nn.Module, ledger: Ledger, *, noise: float, rate: Any
     ) -> dict[str, Any]:
@@ -56,18 +48,14 @@ class FullBatch:
         x, y = _whole(DataLoader(task.private, batch_size=1024))
         (linear,) = (each for each in model.modules() if isinstance(each, nn.Linear))
         ledger.warn(*[_TOLD] * (task.records is None))
-        shared: dict[str, Any] = {
-            "delta": task.budget.delta,
-            "method": dataclasses.replace(self.method, learning_rate=rate),
-            "clip": self.clip,
-            "noise_multiplier": noise,
-            "records": task.count,
-            "secure_mode": task.secure_mode,
-        }
-        fitted: Any = (
-            PrivateLinearRegression(**shared)
-            if task.numeric
-            else PrivateLogisticRegression(**shared, classes=range(linear.out_features))
+        kind: Any = partial(PrivateLogisticRegression, classes=range(linear.out_features))
+        fitted = (PrivateLinearRegression if task.numeric else kind)(
+            delta=task.budget.delta,
+            method=dataclasses.replace(self.method, learning_rate=rate),
+            clip=self.clip,
+            noise_multiplier=noise,
+            records=task.count,
+            secure_mode=task.secure_mode,
         )
         public, groups = None, None if task.units is None else task.units.owners
         if self.public is not None:

@@ -16,7 +16,6 @@ from dpspan.app.config import Config
 from dpspan.app.config.sections import (
     AnyModel,
     CheckpointSection,
-    MlpSection,
     OwnSection,
     WideResNetSection,
 )
@@ -44,13 +43,11 @@ def draw_model(section: AnyModel, data: Loaded) -> nn.Module:
         model: nn.Module = _imported(section.factory)(**section.arguments)
         wanted = f"{section.factory} to return a torch module"
         expect(isinstance(model, nn.Module), wanted, type(model))  # itself it may be data
-    elif isinstance(section, MlpSection):
-        model = MLP(math.prod(data.shape), section.hidden, data.outputs)
+    elif section.name in ("mlp", "logistic", "linear"):
+        model = MLP(math.prod(data.shape), getattr(section, "hidden", ()), data.outputs)
     elif isinstance(section, WideResNetSection):
         _image_shape(section.name, data, channels=3)
         model = WideResNet(depth=section.depth, widen=section.widen, classes=data.outputs)
-    elif section.name in ("logistic", "linear"):
-        model = MLP(math.prod(data.shape), (), data.outputs)
     elif section.name == "resnet20":
         _image_shape(section.name, data, channels=3)
         model = ResNet20(classes=data.outputs)

@@ -54,7 +54,7 @@ def rehearsed(task: Task, contender: Contender, public: Iterable[PublicData]) ->
     others = None if stand_in.digest in {data.digest for data in used} else used
     task = replace(task, unit=None, records=task.count)
     try:
-        scene = scene_of(task, stand_in, records=task.count, fold=0, others=others, share=_SHARE)
+        scene = scene_of(task, stand_in, fold=0, others=others, share=_SHARE)
     except ValueError:  # of batches too small to say anything
         return
     labels = np.array([int(scene.task.test[i][1]) for i in range(len(scene.task.test))])  # type: ignore
@@ -62,7 +62,7 @@ def rehearsed(task: Task, contender: Contender, public: Iterable[PublicData]) ->
     count = len(scene.task.private)  # type: ignore[arg-type]
     if min(count, len(labels)) < _A_CLASS * len(shares):
         return
-    z = noise_for(task, contender, task.count)
+    z = noise_for(task, contender)
     if not rehearse(*scene.job(contender, z, 0)) > shares.max():
         doubt = _CONSTANT.format(count, stand_in.name)
         warnings.warn(f"dpspan: {doubt}.", stacklevel=3)

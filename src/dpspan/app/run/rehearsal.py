@@ -15,7 +15,6 @@ from dpspan.app.run.folder import RunFolder, identity, read_json
 from dpspan.app.run.from_config import contender_of, make_parts, task_of
 from dpspan.app.run.training import Training, noise_for
 from dpspan.audit.step import Prepared
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import move
 
 
@@ -46,19 +45,17 @@ class Rehearsal:
             classes = torch.arange(records) % parts.private.outputs  # zeros for data.target
             classes = classes.to(labels).reshape(-1, *labels.shape)
             private = TensorDataset(noise.to(inputs), classes)
+        task = replace(task_of(config, parts.private, None), private=private, cuda_graphs=False)
+        self.task, self.steps, self.delta = task, task.steps, config.budget.delta
         self._contender = contender_of(
-            "audit", config, parts.public, records=records, chosen=chosen
+            "audit", config, parts.public, steps=self.steps, chosen=chosen
         )
-        task = task_of(config, parts.private, private, None)
-        self.task = replace(task, cuda_graphs=False)
         digest = sha256_of(config.fixed())
         made, z = identity(read_json(folder.certificate, {}))
         # A run that was made may have spent some of its ε on a choice, or on a search.
-        self._z = z if made == digest else noise_for(task, self._contender, records)
+        self._z = z if made == digest else noise_for(task, self._contender)
         self.folder, self.of = folder, [digest, self._z]
         self._seed, self._rate = config.training.seed, task.sample_rate
-        draw = PoissonDraw.one_pass(records=records, sample_rate=self._rate)
-        self.steps, self.delta = task.epochs * draw.steps_per_epoch, config.budget.delta
 
     def prepare(self, added: Sequence[Any] = ()) -> Prepared:
         """A private run that has not begun, with these records among the private ones."""

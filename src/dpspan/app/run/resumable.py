@@ -24,7 +24,7 @@ from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.prospects import doubts
 from dpspan.app.run.task import Contender, Spent, Task
-from dpspan.app.run.training import Status, Training, measured
+from dpspan.app.run.training import Status, Training, measured, noise_for
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
@@ -100,8 +100,7 @@ class Run:
             optional("tensorboard", "Files of output.tensorboard", "tensorboard")
         saved = folder.read_checkpoint(self.settings)
         self._ledger = folder.open_ledger(task.accountant, task.budget, self.contender.paid)
-        found = weaknesses(None, task.budget.delta, task.count, unit=task.protects)
-        self._ledger.warn(*found)
+        self._ledger.warn(*weaknesses(None, task.budget.delta, task.count, unit=task.protects))
         self._note_unprivate()
         if self.evaluation.unseen is not None and saved is None:  # noise is for what is left of ε
             folder.remove(folder.evaluation)  # of another model, whose run did not end
@@ -114,13 +113,17 @@ class Run:
             self._ledger.warn(*doubts(task))
             self._declare_public()
             return
-        z = None if saved is None else saved["checkpoint_dict"]["noise_multiplier"]
+        if saved is None:
+            z = noise_for(task, self.contender, self._ledger.events)
+        else:
+            z = saved["checkpoint_dict"]["noise_multiplier"]
         training.prepare(self._ledger, noise_multiplier=z, goes_on=saved is not None)
         self._ledger.warn(*doubts(task, training))
         self._declare_public()
         if saved is not None:
             self._load(saved)
         else:  # what is there is of a run whose checkpoint was lost
+            self._ledger.reserve(training.engine.plan.event, training.steps)
             folder.remove(folder.metrics, folder.diagnostics)
         if self._output.tensorboard and folder.writes:  # not before: a run may be refused
             from torch.utils.tensorboard import SummaryWriter
@@ -252,7 +255,7 @@ class Run:
         """All steps of a convex method: what is seen of them is the end."""
         task, training, ledger = self.task, self.training, self._ledger
         ledger.protect(task.protects)
-        z = method.noise_for(task, ledger.events)
+        z = noise_for(task, self.contender, ledger.events)
         model = training.model = task.new_model(self.seed, self.contender.model)
         about = method.fit(task, model, ledger, noise=z, rate=self.contender.learning_rate)
         training.step = training.steps = method.method.steps

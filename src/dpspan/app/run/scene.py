@@ -55,7 +55,6 @@ def scene_of(
     task: Task,
     stand_in: PublicData,
     *,
-    records: int,
     fold: int,
     others: tuple[PublicData, ...] | None,
     share: float = 1.0,
@@ -73,11 +72,11 @@ def scene_of(
     if kept:
         part = PublicData.of(_part(stand_in, public).tensors, name="a part of the public data")
         others = (part,)
-    private: Dataset[Any] = _part(stand_in, rest[: round(share * records)])
+    private: Dataset[Any] = _part(stand_in, rest[: round(share * task.count)])
     for data in others or ():
         private = without_public(private, data)
     size = len(private)  # type: ignore[arg-type]
-    rate = task.batch_size / records
+    rate = task.sample_rate
     batch = round(rate * size)
     if batch < _FEWEST:
         raise ValueError(
@@ -85,7 +84,7 @@ def scene_of(
             f"{rate:.3g} of the real run, got {size} samples to train on (batches of {batch}). "
             "Give more labelled public data, or plan with a larger batch_size."
         )
-    own: dict[str, Any] = {"test": _part(stand_in, test), "batch_size": batch}
+    own: dict[str, Any] = {"test": _part(stand_in, test), "batch_size": batch, "records": None}
     rehearsed = dataclasses.replace(task, private=private, **own, public=None, warm_start=None)
     return Scene(task=rehearsed, public=part, sample_rate=rate, planned=task.batch_size)
 

@@ -20,6 +20,7 @@ from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.engine.plan import units_of
+from dpspan.engine.sampling import PoissonDraw
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import Encoded
@@ -133,6 +134,12 @@ class Task:
         return min(1.0, self.batch_size / self.count)
 
     @property
+    def steps(self) -> int:
+        """Of all epochs of private training together."""
+        draw = PoissonDraw.one_pass(records=self.count, sample_rate=self.sample_rate)
+        return self.epochs * draw.steps_per_epoch
+
+    @property
     def start(self) -> WarmStart | None:
         """The warm start that the public labels allow; None without such labels."""
         if self.warm_start is not None or self.public is None:
@@ -214,8 +221,7 @@ class Contender:
         return () if self.paid is None else Ledger.from_state(self.paid).events
 
     def seeded_start(self, seed: int) -> WarmStart | None:
-        start = self.warm_start
-        return None if start is None else dataclasses.replace(start, seed=seed)
+        return self.warm_start and dataclasses.replace(self.warm_start, seed=seed)
 
     def describe(self) -> dict[str, Any]:
         """The configuration as plain values; data by their digests."""

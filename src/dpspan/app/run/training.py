@@ -11,17 +11,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpspan.accounting.calibration import calibrate_event
-from dpspan.accounting.events import step_event
+from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.app.run.task import Contender, FixedNoise, Spent, Task, in_batches
 from dpspan.engine.engine import PrivacyEngine
-from dpspan.engine.sampling import PoissonDraw
 from dpspan.public.data import move
 from dpspan.support.device_facts import Health
 from dpspan.support.errors import BudgetExceeded
@@ -46,7 +46,7 @@ class Training:
         self,
         ledger: Ledger,
         *,
-        noise_multiplier: float | None = None,
+        noise_multiplier: float,
         sample_rate: float | None = None,
         goes_on: bool = False,
     ) -> None:
@@ -58,16 +58,6 @@ class Training:
         # A rate that comes from the data is for the engine to find, and to say so.
         if sample_rate is None and task.records is not None:
             sample_rate = task.sample_rate
-        rate = sample_rate or task.sample_rate
-        draw = PoissonDraw.one_pass(records=task.drawn, sample_rate=rate)
-        self.steps = task.epochs * draw.steps_per_epoch
-        z, budget = noise_multiplier, task.budget
-        if isinstance(budget, FixedNoise):
-            z = budget.noise_multiplier
-        elif z is None:
-            z = calibrated(budget, ledger.events, rate, self.steps, task.accountant)
-            ledger.budget = budget
-            ledger.reserve(step_event(z, rate), self.steps)
         self.model = task.new_model(self.seed, contender.model)
         self.engine = PrivacyEngine(ledger=ledger, secure_mode=task.secure_mode)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -78,7 +68,7 @@ class Training:
             criterion=task.criterion,
             method=contender.method,
             warm_start=None if goes_on else contender.seeded_start(self.seed),
-            noise_multiplier=z,
+            noise_multiplier=noise_multiplier,
             sample_rate=sample_rate,
             expected_batch_size=float(task.batch_size),
             max_physical_batch_size=task.physical_batch_size,
@@ -88,6 +78,7 @@ class Training:
             unit=task.units,
             cuda_graphs=task.cuda_graphs,
         )
+        self.steps = task.epochs * len(self.loader)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def load(self, saved: Mapping[str, Any], record: Mapping[str, Any]) -> None:
@@ -202,24 +193,23 @@ def _largest(model: nn.Module) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)  # runs of other seeds need the same noise
-def calibrated(
-    budget: Budget, spent: Spent, sample_rate: float, steps: int, accountant: str
+def _calibrated(
+    budget: Budget, spent: Spent, sample_rate: float | None, steps: int, accountant: str
 ) -> float:
-    """The noise multiplier for so many steps on top of what is spent."""
-    return calibrate_event(
-        lambda z: step_event(z, sample_rate), steps, budget, accountant=accountant, spent=spent
-    )
+    def event(z: float) -> DpEvent:
+        return gaussian_event(z) if sample_rate is None else step_event(z, sample_rate)
+
+    return calibrate_event(event, steps, budget, accountant=accountant, spent=spent)
 
 
-def noise_for(task: Task, contender: Contender, records: int) -> float:
-    """z of a run on so many records: the task's, or what its budget pays for."""
-    if isinstance(contender.method, FullBatch):
-        return contender.method.noise_for(task, contender.spent)
+def noise_for(task: Task, contender: Contender, spent: Spent | None = None) -> float:
+    """z of a step: the task's, or what its budget pays for beside what the run has `spent`."""
     if isinstance(task.budget, FixedNoise):
         return task.budget.noise_multiplier
-    rate = min(1.0, task.batch_size / records)
-    steps = task.epochs * PoissonDraw.one_pass(records=records, sample_rate=rate).steps_per_epoch
-    return calibrated(task.budget, contender.spent, rate, steps, task.accountant)
+    method, before = contender.method, contender.spent if spent is None else spent
+    if isinstance(method, FullBatch):
+        return _calibrated(task.budget, before, None, method.method.steps, task.accountant)
+    return _calibrated(task.budget, before, task.sample_rate, task.steps, task.accountant)
 
 
 def outputs_on(task: Task, records: Dataset[Any], model: nn.Module) -> tuple[Tensor, Tensor]:
