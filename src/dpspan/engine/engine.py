@@ -11,18 +11,16 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import write_certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget, warn_of_weaknesses, weaknesses
 from dpspan.engine.admission import begin
 from dpspan.engine.checkpoint import load, save
-from dpspan.engine.plan import Given, Plan, plan_run, plan_sampling, units_of
+from dpspan.engine.plan import Given, Plan, calibrated, plan_run, plan_sampling, units_of
 from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PrivateLoader
 from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import check_count
 from dpspan.support.distributed import Processes
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
 
@@ -189,10 +187,8 @@ class PrivacyEngine:
         sampling = plan_sampling(data_loader, poisson_sampling, sample_rate, unit)
         told = sampling.records if sample_rate is None else None  # else their number is a secret
         warn_of_weaknesses(target_epsilon, target_delta, told, unit="unit" if unit else "record")
-        ledger, events = self.ledger, check_count("epochs", epochs) * sampling.events_per_epoch
-        z = calibrate_event(
-            sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
-        )
+        ledger = self.ledger
+        z, events = calibrated(sampling, epochs, budget, ledger)
         z = self._join().same(z)  # to the last digit
         if ledger.budget not in (None, budget):
             raise ValueError(

@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.epsilon import account
-from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD
+from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
@@ -172,6 +173,15 @@ class Given:
     non_private: bool
     secure_mode: bool
     seed: int | None  # for debugging: such a run is not private
+
+
+def calibrated(sampling: Draw, epochs: int, budget: Budget, ledger: Ledger) -> tuple[float, int]:
+    """The least noise multiplier for so many epochs beside the ledger's; and their events."""
+    events = check_count("epochs", epochs) * sampling.events_per_epoch
+    z = calibrate_event(
+        sampling.event, events, budget, accountant=ledger.accountant, spent=ledger.events
+    )
+    return z, events
 
 
 def units_of(unit: Ids | Units | None, most: int, loader: DataLoader[Any]) -> Units | None:
