@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from dpspan.app.section import ConfigError
-from experiments import dimension, spectra, tables
+from experiments import dimension, regimes, spectra, tables
 from experiments.catalogue import load, names
 from experiments.distances import ChoosingExperiment, measure
 from experiments.runner import Place, Results, current_commit
@@ -33,6 +33,8 @@ def run(options: argparse.Namespace, results: Results, place: Place) -> None:
         dimension.run(experiment, results, place)
     elif isinstance(experiment, spectra.SpectraExperiment):
         spectra.run(experiment, results, place)
+    elif isinstance(experiment, regimes.RegimesExperiment):
+        regimes.run(experiment, results, place)
     else:
         if isinstance(experiment, ChoosingExperiment):
             measure(name, experiment, results, place, options.seeds)

@@ -9,6 +9,7 @@ import yaml
 from dpspan.app.section import parse
 from experiments.dimension import DimensionExperiment
 from experiments.distances import ChoosingExperiment
+from experiments.regimes import RegimesExperiment
 from experiments.schema import TrainingExperiment
 from experiments.spectra import SpectraExperiment
 from experiments.tables import TablesExperiment
@@ -21,6 +22,7 @@ Experiment = (
     | TablesExperiment
     | DimensionExperiment
     | SpectraExperiment
+    | RegimesExperiment
 )
 KINDS: dict[str, type[Experiment]] = {
     "training": TrainingExperiment,
@@ -28,6 +30,7 @@ KINDS: dict[str, type[Experiment]] = {
     "tables": TablesExperiment,
     "dimension": DimensionExperiment,
     "spectra": SpectraExperiment,
+    "regimes": RegimesExperiment,
 }
 
 

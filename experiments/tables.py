@@ -172,8 +172,8 @@ class Split:
 
 
 @lru_cache(maxsize=1)
-def load(folder: Path, table: str, seed: int) -> Split:
-    """A table, prepared by public rows and cut by the seed."""
+def load(folder: Path, table: str, seed: int, known: int = PUBLIC) -> Split:
+    """A table, prepared by so many public rows and cut by the seed."""
     rng = np.random.default_rng(seed)
     with np.load(folder / f"{table}.npz") as file:
         data = {key: file[key] for key in file.files}
@@ -190,11 +190,11 @@ def load(folder: Path, table: str, seed: int) -> Split:
     if table in ZERO_ONE:
         x, x_test = sparse.csr_matrix(x), sparse.csr_matrix(x_test)
     else:
-        prepare = PublicScaling().prepare(x[:PUBLIC])
+        prepare = PublicScaling().prepare(x[:known])
         x, x_test = prepare.apply(x), prepare.apply(x_test)
     # Rows of different people that happen to be equal are common in such tables.
-    public = PublicRows(x=x[:PUBLIC], y=y[:PUBLIC], name=table, equal_rows_allowed=True)
-    return Split(x[PUBLIC:], y[PUBLIC:], public, x_test, y_test)
+    public = PublicRows(x=x[:known], y=y[:known], name=table, equal_rows_allowed=True)
+    return Split(x[known:], y[known:], public, x_test, y_test)
 
 
 def scores_of(

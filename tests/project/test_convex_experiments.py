@@ -11,11 +11,12 @@ from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments import dimension, spectra, tables
+from experiments import dimension, regimes, spectra, tables
 from experiments.catalogue import load
 from experiments.runner import Place, Results
 
 TABLES, DIMENSION, SPECTRA = load("tables"), load("dimension"), load("noisy-adagrad")
+REGIMES = load("regimes-tables")
 
 
 @pytest.fixture
@@ -182,3 +183,44 @@ def test_the_best_private_row_of_a_sweep_is_bold(tmp_path: Path) -> None:
     assert page.count("**1.0 ± 0.0**") == sum(map(len, spectra.sweeps(SPECTRA).values()))
     assert "| DP-GD | **1.0 ± 0.0** |" in page
     assert "| public rows only | 0.0 ± 0.0 |" in page
+
+
+@pytest.mark.parametrize("method", [regimes.PUBLIC_ONLY, *regimes.METHODS])
+def test_a_fit_of_so_many_records(folder: Path, method: str) -> None:
+    run = regimes.Run("adult", 200, 100, method, epsilon=5.0, rate=1.0, seed=0)
+    row = regimes.work(run, Place(data=folder))
+    assert row["auc"] > 0.6
+    assert (
+        row["epsilon_spent"] == 0
+        if method == regimes.PUBLIC_ONLY
+        else 4.9 < row["epsilon_spent"] <= 5
+    )
+
+
+def test_a_lead_is_paired_by_seed() -> None:
+    other = {("a", 0): 80.0, ("a", 1): 90.0, ("b", 0): 70.0, ("b", 1): 70.0}
+    own = {("a", 0): 81.0, ("a", 1): 93.0, ("b", 0): 72.0, ("b", 1): 72.0}
+    ahead, error = regimes.lead(own, other)
+    assert ahead == pytest.approx(2.0)
+    assert error == pytest.approx(0.5)  # the variance of table a is 2, of its mean 1; of b's 0
+
+
+def test_the_map(tmp_path: Path) -> None:
+    """AdaGrad ahead of all at ε = 8, behind the simple ones at ε = 0.1, and one place not run."""
+    results, missing = Results(tmp_path / "results.jsonl"), (300, 0.5)
+    for at in regimes.places(REGIMES):
+        for method in (regimes.PUBLIC_ONLY, *regimes.METHODS):
+            for run in regimes.reported(REGIMES, at, method, results):
+                noise = 0.001 * ((run.seed * 7 + len(run.table)) % 3)
+                gain = 0.03 if at[1] > 1 else -0.03
+                auc = 0.8 + noise * (method == "AdaGrad") + gain * (method == "AdaGrad")
+                auc -= 0.1 * (method not in ("AdaGrad", "DP-GD"))
+                if at != missing or method == regimes.PUBLIC_ONLY:
+                    results.add({**vars(run), "auc": auc})
+    page = regimes.page(REGIMES, results, tmp_path)
+    rows = {line.split(" | ")[0]: line.split(" | ")[1:] for line in page.splitlines()}
+    first = rows["| 300"]
+    assert first[0].startswith("DP-GD is ahead of AdaGrad -2.9 ± 0.0")
+    assert first[1] == "—"
+    assert first[3].startswith("**AdaGrad** +3.1 ± 0.0 (83.1; DP-GD)")
+    assert (tmp_path / "regimes.png").stat().st_size > 5_000
