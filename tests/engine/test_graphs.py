@@ -109,7 +109,7 @@ def test_an_empty_draw_is_a_batch_like_any_other() -> None:
         noise_multiplier=0.0,
         non_private=True,
     )
-    loader.draw = PoissonDraw(records=40, sample_rate=1e-9, steps_per_epoch=3)
+    loader._draw = PoissonDraw(records=40, sample_rate=1e-9, steps_per_epoch=3)
     before = weights(model)
     assert train(model, optimizer, loader) == [24] * 3
     assert torch.equal(weights(model), before)
@@ -227,7 +227,7 @@ def test_an_empty_first_draw_does_not_blind_the_checks() -> None:
             yield torch.empty(0, dtype=torch.long)
             yield from super().epoch(generator)
 
-    loader.draw = EmptyFirst(records=40, sample_rate=0.25, steps_per_epoch=4)
+    loader._draw = EmptyFirst(records=40, sample_rate=0.25, steps_per_epoch=4)
     with pytest.raises(ValueError):  # noqa: PT011  which of the checks it is does not matter
         train(model, optimizer, loader)
 
