@@ -149,7 +149,7 @@ def reported(experiment: RegimesExperiment, at: Spot, method: str, results: Resu
 
 
 def run(experiment: RegimesExperiment, results: Results, place: Place) -> None:
-    """Search, and make every run that is missing; by places, so that those at hand are whole."""
+    """Search, and make every run that is missing."""
     task = partial(work, place=place)
     while missing := [
         run
@@ -167,6 +167,8 @@ def run(experiment: RegimesExperiment, results: Results, place: Place) -> None:
         for method in (PUBLIC_ONLY, *METHODS)
         for run in reported(experiment, at, method, results)
     ]
+    # A process that has read a table goes on with it.
+    final.sort(key=lambda run: (run.table, run.seed))
     execute(final, results, task, place.jobs, "regimes: runs")
 
 
