@@ -239,14 +239,15 @@ def page(experiment: RegimesExperiment, results: Results, docs: Path) -> str:
     for n in experiment.records:
         texts = [_text(cell(known[n, e])) if (n, e) in known else "—" for e in experiment.epsilons]
         lines.append(f"| {n:,} | " + " | ".join(texts) + " |")
-    lines += ["", f"Mean AUC in % of all tables and seeds, {PUBLIC_ONLY} and private:", ""]
-    shown = [at for at in places(experiment) if at in known]
-    names = " | ".join(f"{n:,}, ε = {epsilon:g}" for n, epsilon in shown)
-    lines += [f"| method | {names} |", "|---" * (len(shown) + 1) + "|"]
-    for method in (PUBLIC_ONLY, *METHODS):
+    for epsilon in experiment.epsilons:
+        shown = [at for at in places(experiment) if at in known and at[1] == epsilon]
+        names = " | ".join(f"{n:,} records" for n, _ in shown)
+        lines += ["", f"| mean AUC in %, ε = {epsilon:g} | {names} |"]
+        lines += ["|---" * (len(shown) + 1) + "|"]
         means = {at: {m: mean(found) for m, found in known[at].items()} for at in shown}
-        cells = [_bold(means[at][method], max(means[at].values())) for at in shown]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        for method in (PUBLIC_ONLY, *METHODS):
+            cells = [_bold(means[at][method], max(means[at].values())) for at in shown]
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
     if known:
         plot(experiment, {at: cell(found) for at, found in known.items()}, docs / "regimes.png")
         lines += ["", "![who is ahead, by records and ε](regimes.png)"]
@@ -261,7 +262,11 @@ def _text(found: Cell) -> str:
     who = f"**{found.best}**" if found.clear and found.lead > 0 else found.best
     if found.clear and found.lead < 0:
         who = f"{found.simple} is ahead of {found.best}"
-    return f"{who} {found.lead:+.1f} ± {found.error:.1f} ({found.auc:.1f}; {found.simple})"
+    return f"{who} {_signed(found.lead)} ± {found.error:.1f} ({found.auc:.1f}; {found.simple})"
+
+
+def _signed(points: float) -> str:
+    return f"{round(points, 1) + 0.0:+.1f}"  # nothing is not −0.0
 
 
 def plot(experiment: RegimesExperiment, cells: dict[Spot, Cell], path: Path) -> None:
@@ -279,7 +284,7 @@ def plot(experiment: RegimesExperiment, cells: dict[Spot, Cell], path: Path) -> 
         leads[row, column] = found.lead
         sure = "" if found.clear else "\n(not clear)"
         name = found.best.replace(", ", ",\n", 1)
-        text = f"{name}\n{found.lead:+.1f}{sure}"
+        text = f"{name}\n{_signed(found.lead)}{sure}"
         axis.text(column, row, text, ha="center", va="center", fontsize=7)
     most = float(np.nanmax(np.abs(leads)))
     axis.imshow(leads, cmap="PuOr", vmin=-1.5 * most, vmax=1.5 * most, aspect="auto")
