@@ -77,9 +77,35 @@ def test_what_one_process_does_alone_is_refused(config: Path) -> None:
         assert "run `dpspan choose` first" in each.text, each.trace
 
 
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # Standalone: another run on this machine may have torchrun's usual port.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_no_thread_of_the_group_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """One that let go of a tensor after that ended the process by SIGABRT."""
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\n"
+        "from dpspan.support import distributed\n"
+        "names = lambda: {p.read_text() for p in Path('/proc/self/task').glob('*/comm')}\n"
+        "processes = distributed.Processes.of_torchrun()\n"
+        "processes.any(False)\n"
+        "processes.itself = processes  # only a garbage collector finds it\n"
+        "del processes\n"
+        "assert any('gloo' in name for name in names())\n"
+        "distributed._leave()\n"
+        "assert not any('gloo' in name for name in names())\n"
+    )
+    torchrun(str(tmp_path / "script.py"))
+
+
 @pytest.mark.slow
 def test_the_command(config: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["-m", "dpspan", "train", str(config), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = torchrun("-m", "dpspan", "train", str(config), "--json")
     assert json.loads(result.stdout)["status"] == "finished"  # said once

@@ -5,6 +5,8 @@ alone draws noise; what it releases goes to all. A process that fails stops the 
 next sum travels, so nothing partial is ever released.
 """
 
+import atexit
+import gc
 import io
 import os
 import pickle
@@ -40,6 +42,13 @@ _LATE = (
 
 def _initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _leave() -> None:
+    """End the group's threads before the interpreter does: one that is late would abort it."""
+    if _initialised():
+        dist.destroy_process_group()
+    gc.collect()  # whoever still had the group
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -112,6 +121,7 @@ class Processes:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if told_of_others() and not _initialised():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            atexit.register(_leave)
         return cls.of_this_run()
 
     @classmethod
