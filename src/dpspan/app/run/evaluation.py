@@ -76,9 +76,7 @@ class Evaluation:
 
     section: EvaluateSection = field(default_factory=EvaluateSection)
     target: Target | None = None  # where labels are numbers
-    groups: NDArray[np.str_] | None = (
-        None  # of each test record a text, `by` which results are told
-    )
+    groups: NDArray[np.str_] | None = None  # of test records, `by` which results are told
     unseen: Dataset[Any] | None = None  # test data of which one accuracy is released
 
     def results(self, task: Task, model: nn.Module, kept: Mapping[str, Any]) -> dict[str, Any]:
