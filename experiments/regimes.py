@@ -1,9 +1,10 @@
-"""The map of regimes, on tables: which method wins with how many records, at which ε.
+"""Maps of regimes: which method wins with how many records, at which ε.
 
     python -m experiments regimes-tables --data FOLDER --jobs 2
+    python -m experiments regimes-text --data FOLDER --jobs 2
 
-The tables and their preparation are those of `tables`, but `public` rows are public and of the
-private ones only so many are used. Learning rates are searched for every method, number of records
+Tables and their preparation are those of `tables`, but `public` rows are public and of the private
+ones only so many are used. Sentences are a table of features (`sentences`). Learning rates are searched for every method, number of records
 and ε alike, on a table that is in none of the results, until the best is inside of its grid.
 
 Each cell of the map has the best of our methods and how far its AUC lies above the best of the
@@ -65,6 +66,8 @@ class RegimesExperiment(Section):
     epsilons: Numbers
     seeds: Count
     rates: Numbers
+    tuned_on: str = TUNED_ON
+    picture: str = "regimes"
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def _scores(run: Run, split: Any) -> tuple[np.ndarray, float]:
         epsilon=run.epsilon,
         delta=DELTA,
         classes=[0, 1],
-        accountant="rdp" if run.table == TUNED_ON else "pld",  # some per cent off, but quick
+        accountant="rdp" if run.seed in TUNING_SEEDS else "pld",  # some per cent off, but quick
         **METHODS[run.method](run.rate),
     ).fit(split.x[: run.records], split.y[: run.records], public=split.public)
     return private.decision_function(split.x_test), private.epsilon_
@@ -116,7 +119,7 @@ Spot = tuple[int, float]  # records and ε: a place on the map
 def _runs(
     experiment: RegimesExperiment, tables: Sequence[str], at: Spot, method: str, rate: float
 ) -> list[Run]:
-    tuning = tables == (TUNED_ON,)
+    tuning = tables == (experiment.tuned_on,)
     seeds = TUNING_SEEDS if tuning else range(experiment.seeds)
     records, epsilon = at if method != PUBLIC_ONLY else (0, 0.0)
     return [
@@ -129,7 +132,7 @@ def _runs(
 def _known(
     experiment: RegimesExperiment, at: Spot, method: str, results: Results, each: Try
 ) -> float | None:
-    wanted = _runs(experiment, (TUNED_ON,), at, method, each.rate)
+    wanted = _runs(experiment, (experiment.tuned_on,), at, method, each.rate)
     found = [row["auc"] for run in wanted if (row := results.of(run)) is not None]
     return statistics.mean(found) if len(found) == len(wanted) else None
 
@@ -158,7 +161,7 @@ def run(experiment: RegimesExperiment, results: Results, place: Place) -> None:
         for each in SEARCH.wanted(
             experiment.rates, partial(_known, experiment, at, method, results)
         )
-        for run in _runs(experiment, (TUNED_ON,), at, method, each.rate)
+        for run in _runs(experiment, (experiment.tuned_on,), at, method, each.rate)
     ]:
         execute(missing, results, task, place.jobs, "regimes: learning rates")
     final = [
@@ -249,8 +252,8 @@ def page(experiment: RegimesExperiment, results: Results, docs: Path) -> str:
             cells = [_bold(means[at][method], max(means[at].values())) for at in shown]
             lines.append(f"| {method} | " + " | ".join(cells) + " |")
     if known:
-        plot(experiment, {at: cell(found) for at, found in known.items()}, docs / "regimes.png")
-        lines += ["", "![who is ahead, by records and ε](regimes.png)"]
+        plot(experiment, {at: cell(found) for at, found in known.items()}, docs / f"{experiment.picture}.png")
+        lines += ["", f"![who is ahead, by records and ε]({experiment.picture}.png)"]
     return "\n".join(lines) + "\n"
 
 

@@ -94,8 +94,9 @@ def shown(value: Any) -> str:
     """A default as YAML has it."""
     if isinstance(value, dict):
         return "as below" if value else "{}"
-    words = {None: "null", True: "true", False: "false"}
-    return words.get(value, str(value)) if not isinstance(value, list | float) else str(value)
+    if isinstance(value, bool):  # 0 and 1 are equal to these, and are no truth values
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def kind(part: Mapping[str, Any]) -> str:

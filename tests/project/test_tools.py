@@ -129,3 +129,4 @@ def test_the_reference_has_every_key_and_command() -> None:
     assert "| `noise_multiplier` | number > 0, or nothing | `null` |" in keys
     assert "### `method: {name: gep}`" in keys
     assert "| `--folds` | Ways to cut the stand-in. | `4` |" in commands
+    assert "| `second` | whole number ≥ 0 | `0` |" in keys  # 0 and 1 are not false and true
