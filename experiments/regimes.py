@@ -4,8 +4,9 @@
     python -m experiments regimes-text --data FOLDER --jobs 2
 
 Tables and their preparation are those of `tables`, but `public` rows are public and of the private
-ones only so many are used. Sentences are a table of features (`sentences`). Learning rates are searched for every method, number of records
-and ε alike, on a table that is in none of the results, until the best is inside of its grid.
+ones only so many are used. Sentences are a table of features (`sentences`). Learning rates are
+searched for every method, number of records and ε alike, on a table that is in none of the results,
+until the best is inside of its grid.
 
 Each cell of the map has the best of our methods and how far its AUC lies above the best of the
 simple ones (public rows alone; gradient descent, with and without a start at what public rows
@@ -67,6 +68,7 @@ class RegimesExperiment(Section):
     seeds: Count
     rates: Numbers
     tuned_on: str = TUNED_ON
+    methods: Texts = tuple(METHODS)  # of these
     picture: str = "regimes"
 
 
@@ -157,17 +159,18 @@ def run(experiment: RegimesExperiment, results: Results, place: Place) -> None:
     while missing := [
         run
         for at in places(experiment)
-        for method in METHODS
+        for method in experiment.methods
         for each in SEARCH.wanted(
             experiment.rates, partial(_known, experiment, at, method, results)
         )
         for run in _runs(experiment, (experiment.tuned_on,), at, method, each.rate)
     ]:
+        missing.sort(key=lambda run: run.seed)
         execute(missing, results, task, place.jobs, "regimes: learning rates")
     final = [
         run
         for at in places(experiment)
-        for method in (PUBLIC_ONLY, *METHODS)
+        for method in (PUBLIC_ONLY, *experiment.methods)
         for run in reported(experiment, at, method, results)
     ]
     # A process that has read a table goes on with it.
@@ -181,7 +184,7 @@ Aucs = dict[tuple[str, int], float]  # by table and seed
 def measured(experiment: RegimesExperiment, at: Spot, results: Results) -> dict[str, Aucs]:
     """In per cent, of the methods whose runs are all there."""
     found = {}
-    for method in (PUBLIC_ONLY, *METHODS):
+    for method in (PUBLIC_ONLY, *experiment.methods):
         wanted = reported(experiment, at, method, results)
         rows = [row for run in wanted if (row := results.of(run)) is not None]
         if len(rows) == len(wanted):
@@ -231,7 +234,7 @@ def cell(found: dict[str, Aucs]) -> Cell:
 
 def page(experiment: RegimesExperiment, results: Results, docs: Path) -> str:
     """The map as a table and a picture, and the mean AUC of every method."""
-    whole = len(METHODS) + 1
+    whole = len(experiment.methods) + 1
     known = {
         at: found
         for at in places(experiment)
@@ -248,11 +251,15 @@ def page(experiment: RegimesExperiment, results: Results, docs: Path) -> str:
         lines += ["", f"| mean AUC in %, ε = {epsilon:g} | {names} |"]
         lines += ["|---" * (len(shown) + 1) + "|"]
         means = {at: {m: mean(found) for m, found in known[at].items()} for at in shown}
-        for method in (PUBLIC_ONLY, *METHODS):
+        for method in (PUBLIC_ONLY, *experiment.methods):
             cells = [_bold(means[at][method], max(means[at].values())) for at in shown]
             lines.append(f"| {method} | " + " | ".join(cells) + " |")
     if known:
-        plot(experiment, {at: cell(found) for at, found in known.items()}, docs / f"{experiment.picture}.png")
+        plot(
+            experiment,
+            {at: cell(found) for at, found in known.items()},
+            docs / f"{experiment.picture}.png",
+        )
         lines += ["", f"![who is ahead, by records and ε]({experiment.picture}.png)"]
     return "\n".join(lines) + "\n"
 

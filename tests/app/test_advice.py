@@ -33,7 +33,7 @@ from dpspan.app.advice import (
 from dpspan.app.cli import app
 from dpspan.app.comparison import Contender, Task
 from dpspan.app.config import load_config
-from dpspan.app.run.scene import public_of, scene_of
+from dpspan.app.run.scene import OnPatches, public_of, scene_of
 from dpspan.app.run.task import with_baselines
 from dpspan.app.run.training import rehearse
 from dpspan.public.data import PublicData
@@ -252,6 +252,102 @@ class TestScene:
         assert [data.count for data in public_of(original)] == [60, 60]
 
 
+def pictures(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stripes that lie or stand, behind noise."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 2
+    stripes = (torch.arange(12) % 4 < 2).float() * 2 - 1
+    lying = stripes[:, None].expand(12, 12)
+    images = torch.where(labels[:, None, None] == 0, lying, lying.T)
+    moved = [image.roll((i // 2 % 4,) * 2, (0, 1)) for i, image in enumerate(images)]
+    noise = 1.5 * torch.randn(count, 1, 12, 12, generator=draw)
+    return torch.stack(moved)[:, None] + noise, labels
+
+
+def striped() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
+
+
+def picture_task(public: Any, **changes: Any) -> Task:
+    return task_of(public, **({"model": striped, "epochs": 8} | changes))
+
+
+class TestOnPatches:
+    """A layer of public patches, of images: learnt from what plays the public data, seen once."""
+
+    def test_images_get_one_and_nothing_else_does(self) -> None:
+        layer = OnPatches.of(picture_task(None), PublicData.of(pictures(40, 0)[0]))
+        assert layer is not None
+        assert (layer.classes, layer.size) == (2, (3, 4, 5))
+        assert OnPatches.of(task_of(None), PublicData.of(blobs(40, 0)[0])) is None
+        small = PublicData.of(pictures(40, 0)[0][..., :6])
+        assert OnPatches.of(picture_task(None), small) is None
+        assert OnPatches.of(picture_task(None, numeric=True), layer.public) is None
+        names = [c.name for c in default_contenders(picture_task(pictures(40, 0)))]
+        assert "patches + DP-SGD, clip 0.1" in names
+        assert "warm start + patches + DP-SGD, clip 0.1" in names
+
+    def test_each_fold_has_a_layer_of_its_own_public_part(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        public = PublicData.of(pictures(120, 0))
+        task = picture_task(public, records=100)
+        made = OnPatches.of(task, public)
+        assert made is not None
+        scene = scene_of(task, public, fold=0, others=None)
+        assert scene.public is not None
+        learnt_from = []
+        learnt = OnPatches.learnt
+        monkeypatch.setattr(
+            OnPatches, "learnt", lambda self: learnt_from.append(self.public) or learnt(self)
+        )
+        behind = scene.behind(dataclasses.replace(made, filters=12, directions=20))
+        assert learnt_from == [scene.public]
+        assert behind.public is not None
+        assert behind.public.count == scene.public.count
+        for before, after in (
+            (scene.task.private, behind.task.private),
+            (scene.task.test, behind.task.test),
+        ):
+            x, y = after.tensors
+            assert x.shape == (len(before), 20)
+            assert torch.equal(y, torch.stack([label for _, label in before]))
+            torch.testing.assert_close(x.norm(dim=1), torch.ones(len(x)))
+        assert isinstance(behind.task.new_model(0), nn.Linear)
+        start = WarmStart(data=public)
+        own = Contender(
+            name="a", method=DPSGD(clip=0.1), learning_rate=1.0, model=made, warm_start=start
+        )
+        changed = behind.contender(own)
+        assert changed.model is None
+        assert public_of(changed) == (behind.public,)
+        # With a stand-in the run's own public data make the layer.
+        apart = dataclasses.replace(scene, public=None)
+        apart.behind(dataclasses.replace(made, filters=12, directions=20))
+        assert learnt_from[1:] == [public]
+
+    def test_it_is_rehearsed_with_rates_of_its_own(self) -> None:
+        public = PublicData.of(pictures(200, 0))
+        budget = Budget(epsilon=20.0, delta=1e-5)
+        task = picture_task(public, budget=budget, warm_start=WarmStart(data=public, max_epochs=3))
+        made = OnPatches.of(task, public)
+        assert made is not None
+        layer = dataclasses.replace(made, filters=24, directions=60)
+        own = Contender(name="patches", method=DPSGD(clip=0.1), learning_rate=1.0, model=layer)
+        said = advise(task, [PLAIN, own], records=200, rates=(0.1, 1.0), folds=3)
+        plain, patches = (
+            next(t for t in said.trials if t.name == n) for n in ("DP-SGD", "patches")
+        )
+        assert patches.on_patches
+        assert not plain.on_patches
+        assert patches.learning_rate in (4.0, 40.0)
+        assert plain.learning_rate in (0.1, 1.0)
+        assert patches.at_the_end
+        # Stripes at any place: weights for pixels cannot tell them, patches can.
+        assert plain.mean < 0.75 < patches.mean
+        assert patches.effort > plain.effort  # of equals the one without public images is simpler
+
+
 def trial(name: str, values: list[float], method: str | None = "DPSGD") -> Trial:
     return Trial(
         name=name,
@@ -409,6 +505,32 @@ class TestAdvisedConfiguration:
         with warnings.catch_warnings():  # of ranks beyond what so small a model spans
             warnings.simplefilter("ignore")
             result = CliRunner().invoke(app, ["train", "c-advised.yaml"])
+        assert result.exit_code == 0, result.output
+
+    def test_a_layer_of_patches_is_a_section(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x, y = pictures(400, 0)
+        for part, rows in (("private", slice(280)), ("public", slice(280, None))):
+            np.savez(folder / f"{part}.npz", x=x[rows].numpy(), y=y[rows].numpy())
+        training = {
+            "epochs": 2,
+            "batch_size": 70,
+            "optimizer": {"name": "sgd", "learning_rate": 0.5},
+            "augment": {"name": "affine"},
+            "views": 2,
+        }
+        model = {"name": "factory", "factory": f"{__name__}:striped"}
+        name = "warm start + patches + DP-SGD, clip 0.1"
+        config = self.advise(monkeypatch, name, training=training, model=model)
+        assert config.features.model_dump(include={"name", "public", "filters", "mirror"}) == {
+            "name": "patches", "public": "optin", "filters": 300, "mirror": False,
+        }  # fmt: skip
+        assert config.model.name == "logistic"
+        assert config.method.model_dump(include={"name", "clip"}) == {"name": "dpsgd", "clip": 0.1}
+        assert config.training.augment is None
+        assert config.warm_start.public == "optin"
+        result = CliRunner().invoke(app, ["train", "c-advised.yaml"])
         assert result.exit_code == 0, result.output
 
     def test_nothing_where_private_training_is_not_worth_it(

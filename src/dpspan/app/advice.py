@@ -22,7 +22,7 @@ from scipy import stats
 from dpspan.accounting.epsilon import account
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
-from dpspan.app.run.scene import Scene, public_of, scene_of
+from dpspan.app.run.scene import OnPatches, Scene, public_of, scene_of
 from dpspan.app.run.task import Contender, Spent, Task, with_baselines
 from dpspan.app.run.training import noise_for, rehearse
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
@@ -69,23 +69,23 @@ def advise(
     everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
     task = dataclasses.replace(task, records=records)
     scenes = _scenes(task, everyone, stand_in, folds)
+    layers = {id(c.model): c.model for c in everyone if isinstance(c.model, OnPatches)}
+    behind = {name: [scene.behind(layer) for scene in scenes] for name, layer in layers.items()}
+
+    def job(contender: Contender, fold: int) -> tuple[Any, ...]:
+        scene = behind.get(id(contender.model), scenes)[fold]
+        return scene.job(contender, noise.get(contender.name, 0.0), fold)
+
     tuned = [c for c in everyone if c.method is not None]
     noise = {c.name: noise_for(task, c) for c in tuned}
-    first = [
-        scenes[0].job(dataclasses.replace(c, learning_rate=r), noise[c.name], 0)
-        for c in tuned
-        for r in rates
-    ]
+    grids = {c.name: [r * _longer(c) for r in rates] for c in tuned}
+    first = [job(dataclasses.replace(c, learning_rate=r), 0) for c in tuned for r in grids[c.name]]
     total = len(first) + len(everyone) * (folds - 1)
     with workers(jobs, console, "rehearsing on public data", total=total) as run_all:
         reached = _accuracies(run_all(rehearse, first))
-        best = {c.name: max((next(reached), r) for r in rates)[1] for c in tuned}
+        best = {c.name: max((next(reached), r) for r in grids[c.name])[1] for c in tuned}
         settled = [dataclasses.replace(c, learning_rate=best.get(c.name)) for c in everyone]
-        final = [
-            scenes[fold].job(c, noise.get(c.name, 0.0), fold)
-            for c in settled
-            for fold in range(1, folds)
-        ]
+        final = [job(c, fold) for c in settled for fold in range(1, folds)]
         values = _accuracies(run_all(rehearse, final))
     trials = tuple(
         Trial(
@@ -94,13 +94,22 @@ def advise(
             warm=c.warm_start is not None,
             settings=None if c.method is None else c.method.describe(),
             learning_rate=c.learning_rate,
-            at_the_end=len(rates) > 1 and c.learning_rate in (min(rates), max(rates)),
+            at_the_end=len(rates) > 1 and c.learning_rate in _ends(grids.get(c.name, rates)),
+            on_patches=isinstance(c.model, OnPatches),
             values=tuple(next(values) for _ in range(1, folds)),
         )
         for c in settled
     )
     notes = _notes(trials, scenes[0], records, stand_in is None)
     return conclude(trials, (*notes, *_paid(task, everyone)))
+
+
+def _longer(contender: Contender) -> float:
+    return OnPatches.more if isinstance(contender.model, OnPatches) else 1.0
+
+
+def _ends(grid: Sequence[float]) -> tuple[float, float]:
+    return min(grid), max(grid)
 
 
 def _accuracies(reached: Sequence[float]) -> Iterator[float]:
@@ -110,6 +119,8 @@ def _accuracies(reached: Sequence[float]) -> Iterator[float]:
 
 def default_contenders(task: Task) -> tuple[Contender, ...]:
     """Each method with a few ranks and clips, from scratch and, with public labels, warm-started.
+
+    Of images also DP-SGD on a linear layer behind a frozen one of public patches.
 
     The learning rates are placeholders: `advise` tries its own.
     """
@@ -125,6 +136,9 @@ def default_contenders(task: Task) -> tuple[Contender, ...]:
                 public=data, rank=rank, clip=1.0, residual_clip=0.2
             )
     cold = [Contender(name=n, method=m, learning_rate=1.0) for n, m in methods.items()]
+    if task.public is not None and (layer := OnPatches.of(task, PublicData.of(task.public))):
+        own: dict[str, Any] = {"method": DPSGD(clip=0.1), "learning_rate": 1.0, "model": layer}
+        cold.append(Contender(name="patches + DP-SGD, clip 0.1", **own))
     start = task.start
     return tuple(cold) if start is None else (*cold, *(c.warmed(start) for c in cold))
 
@@ -187,6 +201,7 @@ class Trial:
     learning_rate: float | None
     at_the_end: bool  # whether the best rate was the first or the last that was tried
     values: tuple[float, ...]
+    on_patches: bool = False  # behind a frozen layer
 
     @property
     def mean(self) -> float:
@@ -196,6 +211,7 @@ class Trial:
     def effort(self) -> int:
         """What it asks of its user: nothing private, plain DP-SGD, or more."""
         plain = self.settings is not None and self.settings["method"] == "DPSGD"
+        plain = plain and not self.on_patches
         return 0 if not self.private else 1 if plain else 2
 
 

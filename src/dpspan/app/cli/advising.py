@@ -153,6 +153,8 @@ def _advised(
     settings: Config, advice: Advice, own: Contender, others: list[Contender], used: str
 ) -> Config | None:
     """CONFIG with what did best in place of its own; None where that was no private training."""
+    from dpspan.app.run.scene import OnPatches
+
     best = {each.name: each for each in (own, *others)}.get(advice.recommended)
     trial = next((each for each in advice.trials if each.name == advice.recommended), None)
     if best is None or trial is None or trial.settings is None:
@@ -170,6 +172,12 @@ def _advised(
             document.setdefault("warm_start", {"public": used})
         if "choose" in document:
             del document["method"]["public"]
+    if isinstance(best.model, OnPatches):  # images are seen through it as they are
+        document["features"] = {"name": "patches", "public": used, **best.model.settings}
+        document["model"] = {"name": "logistic"}
+        document.pop("trainable", None)
+        for key in ("augment", "views"):
+            document["training"].pop(key, None)
     if "steps" in trial.settings:  # all at once, by a rate of the method's own
         document["method"]["learning_rate"] = trial.learning_rate
     return type(settings).model_validate(document)

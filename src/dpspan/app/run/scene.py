@@ -10,19 +10,60 @@ teach less than n. z' is no guarantee of anything: the records are public.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpspan.app.run.task import Contender, Task
-from dpspan.public.data import PublicData
+from dpspan.app.run.task import Contender, Task, in_batches
+from dpspan.public.data import PublicData, move
 from dpspan.public.overlap import without_public
+from dpspan.public.patches import PatchFeatures, encode_public
 
 _TEST, _PUBLIC = 0.25, 0.3  # shares of the stand-in to measure on, and to play the public data
 _FEWEST = 8  # records in a batch: fewer say nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPatches:
+    """A contender's model: a linear layer behind a frozen one of these public images' patches."""
+
+    public: PublicData
+    classes: int
+    size: tuple[int, ...]  # of patches, in pixels
+    filters: int = 300
+    directions: int = 500
+    mirror: bool = False  # which photographs would like, and letters not
+    more: ClassVar[float] = 40.0  # learning rates are so much larger behind short features
+
+    @classmethod
+    def of(cls, task: Task, public: PublicData) -> Self | None:
+        """For images that have room for patches; None for anything else."""
+        inputs = public.batches[0][0]
+        if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4 or min(inputs.shape[2:]) < 8:
+            return None
+        model = task.new_model(0).eval()
+        with torch.no_grad():
+            outputs = model(inputs[:2].to(task.device))
+        size = (4, 6, 9) if min(inputs.shape[2:]) >= 20 else (3, 4, 5)
+        return None if task.numeric else cls(public=public, classes=outputs.shape[1], size=size)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the `features` section, and of `PatchFeatures.learn`."""
+        return {name: getattr(self, name) for name in ("filters", "size", "directions", "mirror")}
+
+    def learnt(self) -> tuple[PatchFeatures, nn.Linear]:
+        """The frozen layer, and the other one."""
+        layer = PatchFeatures.learn(self.public, **self.settings, progress=False)
+        return layer, nn.Linear(layer.basis.shape[1], self.classes)
+
+    def __call__(self) -> nn.Module:
+        return nn.Sequential(*self.learnt())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +89,28 @@ class Scene:
             rank = {"rank": min(method.rank, self.public.count)} if hasattr(method, "rank") else {}
             method = dataclasses.replace(method, public=self.public, **rank)
         start = original.warm_start and dataclasses.replace(original.warm_start, data=self.public)
-        return dataclasses.replace(original, method=method, warm_start=start)
+        model = None if isinstance(original.model, OnPatches) else original.model
+        return dataclasses.replace(original, method=method, warm_start=start, model=model)
+
+    def behind(self, made: OnPatches) -> Scene:
+        """The same fold as the frozen layer sees it that its public part makes: once for all."""
+        public, task = self.public or made.public, self.task
+        layer, head = dataclasses.replace(made, public=public).learnt()
+        layer = layer.to(task.device)
+
+        @torch.no_grad()
+        def seen(data: Dataset[Any]) -> TensorDataset:
+            batches = (move(batch, torch.device(task.device)) for batch in in_batches(data, 512))
+            columns = zip(*((layer(x).cpu(), y.cpu()) for x, y in batches), strict=True)
+            return TensorDataset(*map(torch.cat, columns))
+
+        assert task.test is not None
+        linear = functools.partial(nn.Linear, head.in_features, head.out_features)
+        task = dataclasses.replace(
+            task, model=linear, private=seen(task.private), test=seen(task.test)
+        )
+        vectors = dataclasses.replace(encode_public(layer, public), raw=None)
+        return dataclasses.replace(self, task=task, public=vectors)
 
 
 def scene_of(
