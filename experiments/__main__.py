@@ -1,6 +1,7 @@
 """Run one experiment, or render docs/results.md from the stored results of all.
 
     python -m experiments NAME --data FOLDER [--device cuda --tf32 --jobs 4]
+    python -m experiments --missing
     python -m experiments --render
 
 An experiment is experiments/NAME.yaml; every finished run is a line of
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 from dpspan.app.section import ConfigError
-from experiments import dimension, regimes, spectra, tables
+from experiments import dimension, missing, regimes, spectra, tables
 from experiments.catalogue import load, names
 from experiments.distances import ChoosingExperiment, measure
 from experiments.runner import Place, Results, current_commit
@@ -38,7 +39,8 @@ def run(options: argparse.Namespace, results: Results, place: Place) -> None:
     else:
         if isinstance(experiment, ChoosingExperiment):
             measure(name, experiment, results, place, options.seeds)
-        sweep(name, experiment, results, place, options.rows, options.seeds, options.targets)
+        chosen = options.rows, options.seeds, options.targets
+        sweep(name, experiment, results, place, *chosen, searching=not options.no_search)
 
 
 def main() -> None:
@@ -55,13 +57,18 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="only rows that begin so")
     parser.add_argument("--targets", nargs="+", type=float, help="only these ε, or σ")
     parser.add_argument("--seeds", type=int, help="instead of the experiment's")
+    parser.add_argument("--no-search", action="store_true", help="take the best rates so far")
     parser.add_argument("--peer", help="of tables: a Python that has diffprivlib")
     parser.add_argument("--commit", help="for the record, where there is no repository")
     parser.add_argument("--results", type=Path, default=FOLDER / "results")
+    parser.add_argument("--missing", action="store_true", help="say what is not run yet")
     parser.add_argument("--render", action="store_true", help="write docs/results.md")
     options = parser.parse_args()
+    if options.missing:
+        print(missing.table(options.results, options.name))
+        return
     if options.name is None and not options.render:
-        parser.error("give an experiment's NAME, or --render")
+        parser.error("give an experiment's NAME, --missing or --render")
     if options.name is not None:
         if options.data is None:
             parser.error("--data is the folder with the data files")

@@ -21,8 +21,12 @@ def sweep(
     rows: list[str] | None = None,
     seeds: int | None = None,
     targets: list[float] | None = None,
+    searching: bool = True,
 ) -> None:
-    """Make every run that is missing; of some rows and targets or with fewer seeds, if asked."""
+    """Make every run that is missing; of some rows and targets or with fewer seeds, if asked.
+
+    Without `searching`, of the learning rates that are the best so far.
+    """
     work = partial(train, experiment=experiment, place=place)
     cells = [
         (row, target)
@@ -31,7 +35,7 @@ def sweep(
         if not targets or target is None or target in targets
     ]
     searches = [CellSearch.of(name, experiment, *cell, results) for cell in cells]
-    while missing := [run for search in searches for run in search.wanted]:
+    while searching and (missing := [run for search in searches for run in search.wanted]):
         execute(missing, results, work, place.jobs, f"{name}: learning rates")
     final = [
         run
@@ -86,6 +90,18 @@ class CellSearch:
             return []
         grid, _ = self.search.plan(self.rates, self._known)
         return [self._run(each) for each in grid if self._known(each) is not None]
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many short tries and full ones it lacks, if its grid grows no further than said."""
+        if len(self.rates) == 1:
+            return 0, 0
+        search = self.search
+        grid, finals = self.search.plan(self.rates, self._known)
+        made = sum(self._known(each) is not None for each in grid)
+        tries = max(search.tries, len(self.rates)) - made
+        full = search.finalists * search.seeds if search.finalists > 1 else 0
+        return max(0, tries), full - sum(self._known(each) is not None for each in finals)
 
     @property
     def best(self) -> float:

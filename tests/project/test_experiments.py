@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from experiments import one_run, pages
 from experiments.catalogue import load, names
 from experiments.data import ImagesSection, OptIn, OtherFile, UniformNoise
+from experiments.missing import lacks
 from experiments.one_run import Run, train
 from experiments.runner import Place, Results
 from experiments.samples import Choice, samples_of
@@ -452,7 +453,10 @@ class TestRuns:
         )
         two_stages = tiny.model_copy(update={"rows": {"DP-SGD": row}})
         assert two_stages.digest("DP-SGD") == tiny.digest("DP-SGD")
+        (lacking,) = [lack for lack in lacks("tiny", two_stages, results) if lack.target == 8.0]
+        assert (lacking.tries, lacking.finals, lacking.runs, lacking.minutes) == (4, 6, 2, None)
         sweep("tiny", two_stages, results, place, targets=[8.0])
+        assert not [lack for lack in lacks("tiny", two_stages, results) if lack.target == 8.0]
         short = [run for run in made if run.share == 0.25]
         full = [run for run in made if run.tuning and run.share is None]
         assert {run.rate for run in short} == {0.5, 1.0, 2.0, 4.0}
@@ -460,6 +464,34 @@ class TestRuns:
             (rate, seed) for rate in (1.0, 2.0) for seed in (1000, 1001, 1002)
         }
         assert {run.rate for run in made if not run.tuning} == {1.0}
+
+    def test_what_is_missing_has_its_minutes(
+        self, tmp_path: Path, tiny: TrainingExperiment
+    ) -> None:
+        """By the epochs of what is there: a quarter of a run took a minute, so a run takes four."""
+        results = Results(tmp_path / "r.jsonl")
+        row = tiny.rows["DP-SGD"].model_copy(
+            update={"search": Search(tries=3, share=0.25, finalists=2, seeds=1)}
+        )
+        one = tiny.model_copy(update={"rows": {"DP-SGD": row}})
+        for run in CellSearch.of("tiny", one, "DP-SGD", 8.0, results).wanted:
+            results.add({**vars(run), "accuracy": run.rate, "seconds": 60.0})
+        (lack,) = [lack for lack in lacks("tiny", one, results) if lack.target == 8.0]
+        assert (lack.tries, lack.finals, lack.runs) == (1, 2, 2)
+        assert lack.minutes == pytest.approx(1 + 2 * 4 + 2 * 4)
+
+    def test_the_search_can_be_left_out(
+        self, tmp_path: Path, tiny: TrainingExperiment, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Run] = []
+        monkeypatch.setattr("experiments.sweep.execute", lambda runs, *_: made.extend(runs))
+        results = Results(tmp_path / "r.jsonl")
+        first, second = CellSearch.of("tiny", tiny, "DP-SGD", 8.0, results).wanted
+        results.add({**vars(second), "accuracy": 0.9})
+        assert first.rate != second.rate
+        sweep("tiny", tiny, results, Place(data=tmp_path), ["DP-SGD"], None, [8.0], searching=False)
+        own = [(run.rate, run.tuning) for run in made if run.row == "DP-SGD"]
+        assert own == 2 * [(second.rate, False)]
 
     def test_what_is_there_is_not_repeated(
         self, swept: Results, tiny: TrainingExperiment, folder: Path
