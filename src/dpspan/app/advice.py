@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
 from dpspan.mechanisms.carriers import carried_weights
 from dpspan.public.data import PublicData
 from dpspan.support.checks import check_count, check_positive, expect
+from dpspan.support.progress import watched
 
 RATES = (0.1, 0.25, 0.5, 1.0, 2.0)
 
@@ -70,7 +72,8 @@ def advise(
     task = dataclasses.replace(task, records=records)
     scenes = _scenes(task, everyone, stand_in, folds)
     layers = {id(c.model): c.model for c in everyone if isinstance(c.model, OnPatches)}
-    behind = {name: [scene.behind(layer) for scene in scenes] for name, layer in layers.items()}
+    seen = functools.partial(watched, scenes, "learning patches", shown=console is not None)
+    behind = {name: [scene.behind(layer) for scene in seen()] for name, layer in layers.items()}
 
     def job(contender: Contender, fold: int) -> tuple[Any, ...]:
         scene = behind.get(id(contender.model), scenes)[fold]
