@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the data files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="faster products on a GPU")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 where autocast allows it")
     parser.add_argument("--physical", type=int, help="most samples in memory at once")
     parser.add_argument("--checkpoints", type=Path, help="folder: runs that are cut short go on")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs: faster, on a GPU")
@@ -76,6 +77,7 @@ def main() -> None:
             data=options.data,
             device=options.device,
             tf32=options.tf32,
+            bf16=options.bf16,
             physical=options.physical,
             graphs=options.graphs,
             checkpoints=options.checkpoints,

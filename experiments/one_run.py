@@ -172,7 +172,9 @@ def _trained(
                 optimizer.zero_grad()
                 if training.views > 1:
                     x, y = shifted(x, training.views), y.repeat_interleave(training.views)
-                CRITERION(model(x), y).backward()
+                with place.precision():
+                    loss = CRITERION(model(x), y)
+                loss.backward()
                 optimizer.step()
                 # A batch may come in pieces: only the last of them is a step.
                 if training.averaging and (engine is None or engine.ledger.steps != done):

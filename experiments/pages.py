@@ -239,6 +239,7 @@ def _made(results: Results) -> str:
         "and versions are partly inferred, and they have no commit."
     )
     tf32 = ", TF32" if any(m["tf32"] for m in made) else ""
+    tf32 += ", bfloat16" if any(m.get("bf16") for m in made) else ""
     return (
         f"{len(results.rows):,} runs in all, {when}; "
         f"{several('hardware')}{tf32}; torch {torches}.{inferred if converted else ''}"

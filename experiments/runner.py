@@ -9,6 +9,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -29,6 +30,7 @@ class Place:
     data: Path
     device: str = "cpu"
     tf32: bool = False
+    bf16: bool = False  # forward and backward passes under autocast
     physical: int | None = None  # most samples in memory at once
     graphs: bool = False  # CUDA graphs, for private runs
     jobs: int = 1
@@ -39,6 +41,10 @@ class Place:
         """Settings of a process that makes runs."""
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """For forward passes of training."""
+        return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.bf16)
 
     def provenance(self) -> dict[str, Any]:
         """What a result was made with."""
@@ -51,6 +57,7 @@ class Place:
             if self.device.startswith("cuda")
             else _cpu(),
             "tf32": self.tf32,
+            **({"bf16": True} if self.bf16 else {}),
             "versions": {
                 "python": platform.python_version(),
                 "dpspan": dpspan.__version__,

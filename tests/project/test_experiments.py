@@ -279,6 +279,22 @@ class TestRuns:
         free = {row["row"]: row["epsilon"] for row in swept.rows if row["target"] is None}
         assert free == {"non-private": None, "public only": 0.0, "pre-trained": 0.0}
 
+    def test_bfloat16_is_used_and_said(
+        self, tiny: TrainingExperiment, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen = []
+
+        class Noting(torch.nn.CrossEntropyLoss):
+            def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                seen.extend([input.dtype] * input.requires_grad)
+                return super().forward(input, target)
+
+        monkeypatch.setattr(one_run, "CRITERION", Noting())
+        run = Run("tiny", "non-private", None, 0.1, 0, False, tiny.digest("non-private"))
+        row = train(run, tiny, Place(data=folder, commit="abc", bf16=True))
+        assert set(seen) == {torch.bfloat16}
+        assert row["made"]["bf16"]
+
     def test_the_warm_start_and_the_public_data_are_on_the_certificate(
         self, swept: Results
     ) -> None:
