@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -440,6 +442,26 @@ def test_model_is_not_wrapped_and_detach_leaves_no_trace() -> None:
     assert not optimizer._optimizer_step_pre_hooks
     nn.CrossEntropyLoss()(model(torch.randn(3, 6)), torch.zeros(3).long()).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "method", [DPSGD(clip=1.0), dpspan.GEP(public=torch.randn(8, 6), rank=2, clip=1.0)]
+)
+def test_a_loss_that_is_used_again_keeps_no_run_alive(method: Any) -> None:
+    """A sweep or a notebook has one loss for all its runs: each kept its model, data and guard."""
+    criterion, kept = nn.CrossEntropyLoss(), []
+    for run in range(3):
+        engine, model, optimizer, loader = setup(criterion=criterion, method=method)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            assert len(criterion._forward_hooks) == 1, f"run {run} sees another's"
+            optimizer.step()
+        kept += [weakref.ref(each) for each in (engine, model, optimizer, loader, loader.dataset)]
+        del engine, model, optimizer, loader, x, y
+        gc.collect()
+        assert [each() for each in kept] == [None] * len(kept)
+        assert not criterion._forward_hooks
 
 
 def test_evaluation_between_steps() -> None:

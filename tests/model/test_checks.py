@@ -675,7 +675,10 @@ def test_even_if_the_model_was_rehearsed_meanwhile() -> None:
     assert number == 2
 
 
-def test_or_when_something_is_saved_or_certified(tmp_path: Any) -> None:
+def test_or_when_something_is_saved_or_certified(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpspan.model.guard.fresh_seed", lambda: 1)  # not at a random step before
     engine, model, optimizer, loader = setup(engine=PrivacyEngine(), module=Delayed(start=3))
     for number, (x, y) in enumerate(loader):
         if number < 3:

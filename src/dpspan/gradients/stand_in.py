@@ -7,6 +7,7 @@ and everything below it too; a recurrent one goes step by step. The model itself
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -260,6 +261,17 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()
+
+
+def while_there(method: Callable[..., None]) -> Callable[..., None]:
+    """A method, but not its object: what outlives a run must not keep it alive."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (found := known()) is not None:
+            found(*args)
+
+    return call
 
 
 def nothing(*_: Any) -> None:

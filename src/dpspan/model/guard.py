@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpspan.gradients.capture import Capture, Hook
+from dpspan.gradients.stand_in import while_there
 from dpspan.model import isolation
 from dpspan.model.criterion import (
     CriterionCheck,
@@ -92,8 +93,9 @@ class Guard:
         self._check_loss = None
         if criterion is not None:
             self._check_loss = CriterionCheck(criterion, mean=mean_loss)
-            hook = Hook(self._look_at_criterion)
+            hook = Hook(while_there(self._look_at_criterion))
             self._hooks.append(criterion.register_forward_hook(hook, with_kwargs=True))
+            weakref.finalize(self, self._hooks[-1].remove)
 
     def expect(
         self, samples: int, *, rows: int | None = None, most: int = 0, new_epoch: bool
