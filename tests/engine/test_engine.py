@@ -445,7 +445,19 @@ def test_model_is_not_wrapped_and_detach_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [DPSGD(clip=1.0), dpspan.GEP(public=torch.randn(8, 6), rank=2, clip=1.0)]
+    "method",
+    [
+        DPSGD(clip=1.0),
+        dpspan.PDPSGD(public=torch.randn(8, 6), rank=2, clip=1.0),
+        dpspan.GEP(public=torch.randn(8, 6), rank=2, clip=1.0),
+        dpspan.RGP(rank=1, clip=1.0),
+        dpspan.MirrorDescent(
+            public=(torch.randn(8, 6), torch.arange(8) % 2),
+            clip=1.0,
+            mixing=dpspan.ConstantMixing(share=0.5),
+        ),
+    ],
+    ids=lambda method: type(method).__name__,
 )
 def test_a_loss_that_is_used_again_keeps_no_run_alive(method: Any) -> None:
     """A sweep or a notebook has one loss for all its runs: each kept its model, data and guard."""
