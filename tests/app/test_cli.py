@@ -311,6 +311,10 @@ def test_account_solves_for_the_third() -> None:
         (("--epsilon", 1, "--epochs", 0), "Expected --epochs to be an integer of at least 1"),
         (("--epsilon", -1, "--epochs", 1), "Expected target_epsilon > 0"),
         (("--epsilon", 1, "--epochs", 1, "--accountant", "x"), "accountant to be one of"),
+        (
+            ("--epsilon", 1000, "--noise-multiplier", 100, "--accountant", "rdp"),
+            "lasts for more than 1,000,000 epochs: take a smaller ε or less noise",
+        ),
         (("--epsilon", 1, "--epochs", 1, "--records", 5), "--records and --batch-size, or"),
         (
             ("--epsilon", 1, "--epochs", 1, "--sample-rate", 2),

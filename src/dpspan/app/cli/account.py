@@ -99,8 +99,11 @@ def _row(
 
 def _largest(fits: Callable[[int], bool]) -> int:
     low, high = 0, 1
-    while high < _MOST_EPOCHS and fits(high):
+    while fits(high):
         low, high = high, 2 * high
+        if low > _MOST_EPOCHS:
+            budget = "take a smaller ε or less noise, or give --epochs for another of the three"
+            raise ValueError(f"That budget lasts for more than {_MOST_EPOCHS:,} epochs: {budget}.")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
