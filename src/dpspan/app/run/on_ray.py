@@ -1,8 +1,10 @@
 """Trainings on a Ray cluster, in place of processes on this machine (the extra `ray`)."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,23 +30,28 @@ class OnRay:
     def __call__(self, jobs: int) -> Iterator[Map]:
         """Each training runs once: a process that dies is an error, and the run goes on later."""
         ray = optional("ray", "Runs on a cluster", "ray")
-        pools = optional("ray.util", "Runs on a cluster", "ray")
         connected = ray.is_initialized()
         if not connected:
             ray.init(log_to_driver=False, include_dashboard=False)
         # What an actor does not ask for, it would hold without Ray's knowledge.
         worker = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=0)(_Worker)
         actors = [worker.remote() for _ in range(jobs)]
-        pool = pools.ActorPool(actors)
 
         def each_of(work: Work, *columns: list[Any]) -> Iterator[Any]:
-            try:
-                yield from pool.map(
-                    lambda actor, arguments: actor.call.remote(work, *arguments),
-                    list(zip(*columns, strict=True)),
-                )
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
+            waiting = zip(*columns, strict=True)
+            running = deque(
+                (actor, actor.call.remote(work, *arguments))
+                for actor, arguments in zip(actors, islice(waiting, jobs), strict=False)
+            )
+            while running:
+                actor, result = running.popleft()
+                try:
+                    found = ray.get(result)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                for arguments in islice(waiting, 1):  # only now: after an error nothing begins
+                    running.append((actor, actor.call.remote(work, *arguments)))
+                yield found
 
         try:
             yield each_of
