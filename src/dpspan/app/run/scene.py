@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpspan.app.run.task import Contender, Task, in_batches
-from dpspan.public.data import PublicData, move
+from dpspan.app.run.task import Contender, Task
+from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public
 from dpspan.public.patches import PatchFeatures, encode_public
 
@@ -98,11 +98,8 @@ class Scene:
         layer, head = dataclasses.replace(made, public=public).learnt()
         layer = layer.to(task.device)
 
-        @torch.no_grad()
         def seen(data: Dataset[Any]) -> TensorDataset:
-            batches = (move(batch, torch.device(task.device)) for batch in in_batches(data, 512))
-            columns = zip(*((layer(x).cpu(), y.cpu()) for x, y in batches), strict=True)
-            return TensorDataset(*map(torch.cat, columns))
+            return TensorDataset(*encode_public(layer, data).batches[0])
 
         assert task.test is not None
         linear = functools.partial(nn.Linear, head.in_features, head.out_features)
