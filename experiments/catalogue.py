@@ -9,6 +9,7 @@ import yaml
 from dpspan.app.section import parse
 from experiments.dimension import DimensionExperiment
 from experiments.distances import ChoosingExperiment
+from experiments.image_regimes import ImageRegimesExperiment
 from experiments.regimes import RegimesExperiment
 from experiments.schema import TrainingExperiment
 from experiments.spectra import SpectraExperiment
@@ -23,6 +24,7 @@ Experiment = (
     | DimensionExperiment
     | SpectraExperiment
     | RegimesExperiment
+    | ImageRegimesExperiment
 )
 KINDS: dict[str, type[Experiment]] = {
     "training": TrainingExperiment,
@@ -31,6 +33,7 @@ KINDS: dict[str, type[Experiment]] = {
     "dimension": DimensionExperiment,
     "spectra": SpectraExperiment,
     "regimes": RegimesExperiment,
+    "image regimes": ImageRegimesExperiment,
 }
 
 

@@ -10,7 +10,16 @@ from typing import Any
 from benchmarks import page as speed
 from scipy.stats import spearmanr
 
-from experiments import anchors, dimension, plots, regimes, reproduction, spectra, tables
+from experiments import (
+    anchors,
+    dimension,
+    image_regimes,
+    plots,
+    regimes,
+    reproduction,
+    spectra,
+    tables,
+)
 from experiments.catalogue import Experiment, load, names
 from experiments.claims import CLAIMS
 from experiments.distances import MEASURES, MODELS, ChoosingExperiment
@@ -65,6 +74,8 @@ def _page(name: str, experiment: Experiment, results: Results, docs: Path) -> st
         return spectra.page(experiment, results, docs)
     if isinstance(experiment, regimes.RegimesExperiment):
         return regimes.page(experiment, results, docs)
+    if isinstance(experiment, image_regimes.ImageRegimesExperiment):
+        return image_regimes.page(name, experiment, results, docs)
     text = training_table(name, experiment, results)
     if len(experiment.targets.values) > 1:
         rows = experiment.plotted or tuple(experiment.rows)

@@ -8,10 +8,9 @@ ones only so many are used. Sentences are a table of features (`sentences`). Lea
 searched for every method, number of records and ε alike, on a table that is in none of the results,
 until the best is inside of its grid.
 
-Each cell of the map has the best of our methods and how far its AUC lies above the best of the
-simple ones (public rows alone; gradient descent, with and without a start at what public rows
-give). Both are picked by the means that are shown, so a lead is called one only if it is longer
-than two standard errors; seeds are paired, as all methods get the same records.
+Each cell of the map (`leads`) has the best of our methods and how far its AUC lies above the best
+of the simple ones: public rows alone; gradient descent, with and without a start at what public
+rows give.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from dpspan.app.comparison.search import Search, Try
 from dpspan.app.section import Count, Counts, Numbers, Section, Texts
 from dpspan.convex import NoisyAdaGrad, PrivateLogisticRegression
 from experiments.anchors import Anchor
+from experiments.leads import Scores, Spot, cell, leads_table, means_table, plot
 from experiments.runner import Place, Results, execute
 from experiments.tables import DELTA, OURS, TUNED_ON, load
 
@@ -49,7 +49,6 @@ METHODS = {
 }
 TUNING_SEEDS = (1000, 1001, 1002)
 SEARCH = Search(tries=6, share=1.0, finalists=1)
-CLEAR = 2.0  # standard errors
 
 
 class RegimesExperiment(Section):
@@ -115,9 +114,6 @@ def _scores(run: Run, split: Any) -> tuple[np.ndarray, float]:
     return private.decision_function(split.x_test), private.epsilon_
 
 
-Spot = tuple[int, float]  # records and ε: a place on the map
-
-
 def _runs(
     experiment: RegimesExperiment, tables: Sequence[str], at: Spot, method: str, rate: float
 ) -> list[Run]:
@@ -178,10 +174,7 @@ def run(experiment: RegimesExperiment, results: Results, place: Place) -> None:
     execute(final, results, task, place.jobs, "regimes: runs")
 
 
-Aucs = dict[tuple[str, int], float]  # by table and seed
-
-
-def measured(experiment: RegimesExperiment, at: Spot, results: Results) -> dict[str, Aucs]:
+def measured(experiment: RegimesExperiment, at: Spot, results: Results) -> dict[str, Scores]:
     """In per cent, of the methods whose runs are all there."""
     found = {}
     for method in (PUBLIC_ONLY, *experiment.methods):
@@ -192,46 +185,6 @@ def measured(experiment: RegimesExperiment, at: Spot, results: Results) -> dict[
     return found
 
 
-def mean(aucs: Aucs) -> float:
-    """Over all tables and seeds."""
-    return statistics.mean(aucs.values())
-
-
-def lead(own: Aucs, other: Aucs) -> tuple[float, float]:
-    """By how much one is above the other, and the standard error of that."""
-    tables = {table for table, _ in own}
-    variances = [
-        statistics.variance([own[t, s] - other[t, s] for t, s in own if t == table])
-        / sum(t == table for t, _ in own)
-        for table in tables
-    ]
-    return mean(own) - mean(other), sum(variances) ** 0.5 / len(tables)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A place on the map: the best simple method, and the best of ours."""
-
-    simple: str
-    best: str
-    auc: float
-    lead: float
-    error: float
-
-    @property
-    def clear(self) -> bool:
-        """Whether chance does not explain who is ahead."""
-        return abs(self.lead) > CLEAR * self.error
-
-
-def cell(found: dict[str, Aucs]) -> Cell:
-    """What a place shows."""
-    simple = max((m for m in found if m in (PUBLIC_ONLY, *SIMPLE)), key=lambda m: mean(found[m]))
-    best = max(set(found) - {PUBLIC_ONLY, *SIMPLE}, key=lambda m: mean(found[m]))
-    ahead, error = lead(found[best], found[simple])
-    return Cell(simple, best, mean(found[best]), ahead, error)
-
-
 def page(experiment: RegimesExperiment, results: Results, docs: Path) -> str:
     """The map as a table and a picture, and the mean AUC of every method."""
     whole = len(experiment.methods) + 1
@@ -240,69 +193,13 @@ def page(experiment: RegimesExperiment, results: Results, docs: Path) -> str:
         for at in places(experiment)
         if len(found := measured(experiment, at, results)) == whole
     }
-    heads = " | ".join(f"ε = {epsilon:g}" for epsilon in experiment.epsilons)
-    lines = [f"| records | {heads} |", "|---" * (len(experiment.epsilons) + 1) + "|"]
-    for n in experiment.records:
-        texts = [_text(cell(known[n, e])) if (n, e) in known else "—" for e in experiment.epsilons]
-        lines.append(f"| {n:,} | " + " | ".join(texts) + " |")
+    cells = {at: cell(found, (PUBLIC_ONLY, *SIMPLE)) for at, found in known.items()}
+    lines = leads_table(experiment.records, experiment.epsilons, cells)
     for epsilon in experiment.epsilons:
-        shown = [at for at in places(experiment) if at in known and at[1] == epsilon]
-        names = " | ".join(f"{n:,} records" for n, _ in shown)
-        lines += ["", f"| mean AUC in %, ε = {epsilon:g} | {names} |"]
-        lines += ["|---" * (len(shown) + 1) + "|"]
-        means = {at: {m: mean(found) for m, found in known[at].items()} for at in shown}
-        for method in (PUBLIC_ONLY, *experiment.methods):
-            cells = [_bold(means[at][method], max(means[at].values())) for at in shown]
-            lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    if known:
-        plot(
-            experiment,
-            {at: cell(found) for at, found in known.items()},
-            docs / f"{experiment.picture}.png",
-        )
+        lines += ["", *means_table(epsilon, known, "mean AUC in %")]
+    if cells:
+        title = "AUC points of our best method above the best simple one"
+        path = docs / f"{experiment.picture}.png"
+        plot(experiment.records, experiment.epsilons, {title: cells}, path)
         lines += ["", f"![who is ahead, by records and ε]({experiment.picture}.png)"]
     return "\n".join(lines) + "\n"
-
-
-def _bold(value: float, best: float) -> str:
-    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
-
-
-def _text(found: Cell) -> str:
-    who = f"**{found.best}**" if found.clear and found.lead > 0 else found.best
-    if found.clear and found.lead < 0:
-        who = f"{found.simple} is ahead of {found.best}"
-    return f"{who} {_signed(found.lead)} ± {found.error:.1f} ({found.auc:.1f}; {found.simple})"
-
-
-def _signed(points: float) -> str:
-    return f"{round(points, 1) + 0.0:+.1f}"  # nothing is not −0.0
-
-
-def plot(experiment: RegimesExperiment, cells: dict[Spot, Cell], path: Path) -> None:
-    """A square for each place: colour and number are the lead, the name is the best method's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    size = len(experiment.records), len(experiment.epsilons)
-    leads = np.full(size, np.nan)
-    figure, axis = plt.subplots(figsize=(1.9 * size[1] + 1.5, 0.9 * size[0] + 1.2))
-    for (n, epsilon), found in cells.items():
-        row, column = experiment.records.index(n), experiment.epsilons.index(epsilon)
-        leads[row, column] = found.lead
-        sure = "" if found.clear else "\n(not clear)"
-        name = found.best.replace(", ", ",\n", 1)
-        text = f"{name}\n{_signed(found.lead)}{sure}"
-        axis.text(column, row, text, ha="center", va="center", fontsize=7)
-    most = float(np.nanmax(np.abs(leads)))
-    axis.imshow(leads, cmap="PuOr", vmin=-1.5 * most, vmax=1.5 * most, aspect="auto")
-    axis.set_xticks(range(size[1]), [f"{epsilon:g}" for epsilon in experiment.epsilons])
-    axis.set_yticks(range(size[0]), [f"{n:,}" for n in experiment.records])
-    axis.set_xlabel("ε")
-    axis.set_ylabel("private records")
-    axis.set_title("AUC points of our best method above the best simple one", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -11,7 +11,7 @@ from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments import dimension, regimes, spectra, tables
+from experiments import dimension, leads, regimes, spectra, tables
 from experiments.catalogue import load
 from experiments.runner import Place, Results
 
@@ -200,7 +200,7 @@ def test_a_fit_of_so_many_records(folder: Path, method: str) -> None:
 def test_a_lead_is_paired_by_seed() -> None:
     other = {("a", 0): 80.0, ("a", 1): 90.0, ("b", 0): 70.0, ("b", 1): 70.0}
     own = {("a", 0): 81.0, ("a", 1): 93.0, ("b", 0): 72.0, ("b", 1): 72.0}
-    ahead, error = regimes.lead(own, other)
+    ahead, error = leads.lead(own, other)
     assert ahead == pytest.approx(2.0)
     assert error == pytest.approx(0.5)  # the variance of table a is 2, of its mean 1; of b's 0
 
