@@ -186,6 +186,20 @@ def test_options_that_are_gone_are_no_other_settings(tmp_path: Path) -> None:
         folder.refuse_other_settings(here, {"method": {**GEP_OF_0_1, "leftover": True}, "seed": 0})
 
 
+@pytest.mark.parametrize(
+    "used", [{"low_pass": 0.9}, {"average_weights": 0.9}, {"model": lambda: nn.Linear(4, 2)}]
+)
+def test_settings_that_are_used_no_more_are_other_settings(
+    tmp_path: Path, used: dict[str, Any]
+) -> None:
+    """A setting that stands in the folder only where it is used."""
+    compare(
+        task(), [PLAIN, dataclasses.replace(PLAIN, name="other", **used)], seeds=[0], out=tmp_path
+    )
+    with pytest.raises(ValueError, match=rf"other settings \({next(iter(used))} is .*, None here"):
+        compare(task(), [PLAIN, dataclasses.replace(PLAIN, name="other")], seeds=[0], out=tmp_path)
+
+
 def test_a_run_of_train_inside_a_comparison_is_added_up(tmp_path: Path) -> None:
     write_npz(tmp_path)
     inside = tmp_path / "all" / "mine" / "seed-1"

@@ -137,11 +137,12 @@ class RunFolder:
         method = there.get("method")
         if isinstance(method, Mapping):  # 0.1 wrote down options that are gone
             there = {**there, "method": without_retired_options(method)}
-        key = next((key for key in here if there.get(key) != here[key]), None)
+        # Some stand there only where they are used, so one that is missing here tells as much.
+        key = next((key for key in {**here, **there} if there.get(key) != here.get(key)), None)
         if key is not None:
             raise ValueError(
                 f"{self.path} holds a run with other settings ({key} is {there.get(key)!r} there, "
-                f"{here[key]!r} here). {self.way_out}"
+                f"{here.get(key)!r} here). {self.way_out}"
             )
 
     @property
