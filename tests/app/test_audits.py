@@ -194,7 +194,7 @@ def test_canaries_see_no_private_record(folder: Path) -> None:
     config = load_config(written(folder))
     stood_in = []
     for _ in range(2):
-        rehearsal = Rehearsal(config, RunFolder(folder / "run"), stand_ins=True)
+        rehearsal = Rehearsal.from_config(config, RunFolder(folder / "run"), stand_ins=True)
         stood_in.append(rehearsal.task.private.tensors)
         with np.load(folder / "digits.npz") as file:
             arrays = {name: np.roll(file[name], 1, axis=0) for name in file}

@@ -53,7 +53,7 @@ def fit(folder: Path, **changes: Any) -> PrivateFit:
         "steps": lambda in_an_epoch: 2 * in_an_epoch,
     }
     promise = {"epsilon": 3.0, "delta": 1e-4, "accountant": "rdp"}
-    return PrivateFit(Privacy(**promise, **changes), folder, **given)
+    return PrivateFit.begun(Privacy(**promise, **changes), folder, **given)
 
 
 def test_one_process_at_a_time_and_none_after_an_error(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import secrets
 import shutil
 import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
@@ -37,7 +37,8 @@ from dpspan.accounting.questions import private_metric
 from dpspan.app.config import Config, load_config
 from dpspan.app.config.methods import ConvexSection
 from dpspan.app.run.folder import RunFolder
-from dpspan.app.run.from_config import chosen_public, contender_of, make_parts, task_of
+from dpspan.app.run.from_config import Parts, chosen_public, contender_of, make_parts, task_of
+from dpspan.app.run.task import Task
 from dpspan.app.run.training import Training, measured, outputs_on
 from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.public.data import PublicData
@@ -119,7 +120,7 @@ def tune(
     asked = {"space": space, "tries": check_count("tries", tries), "score_on": score_on}
     folder = RunFolder(config.output.folder)
     with folder.locked():
-        search = _Search(config, plain(asked), folder)
+        search = _Search.begun(config, plain(asked), folder)
         while search.state["done"] < search.state["count"]:
             search.try_one()
         return search.release()
@@ -155,18 +156,31 @@ def geometric(tries: int) -> int:
     return count
 
 
+@dataclass
 class _Search:
     """A search in a folder; `state` and the best weights so far are one file in `.tune`."""
 
-    def __init__(self, config: Config, asked: dict[str, Any], folder: RunFolder) -> None:
+    config: Config
+    asked: dict[str, Any]
+    folder: RunFolder
+    state: dict[str, Any]
+    _weights: Any
+    _parts: Parts
+    _chosen: str | None
+    _task: Task
+    _ledger: Ledger
+
+    @classmethod
+    def begun(cls, config: Config, asked: dict[str, Any], folder: RunFolder) -> Self:
         """Read the data, draw the number of tries and pay for them; or go on with a search."""
-        self.config, self.asked, self.folder = config, asked, folder
-        self._file = folder.path / ".tune" / "search.safetensors"
+        file = _file_in(folder)
         settings = {"config": config.fixed(), **asked}
-        if goes_on := self._file.exists():
-            saved = load_file(self._file, {"state", "weights"})
-            self.state, self._weights = saved["state"], saved["weights"]
-            if self.state["settings"] != settings:
+        state: dict[str, Any] = {"settings": settings, "score_noise": None}
+        weights = None
+        if goes_on := file.exists():
+            saved = load_file(file, {"state", "weights"})
+            state, weights = saved["state"], saved["weights"]
+            if state["settings"] != settings:
                 raise ValueError(
                     f"{folder.path} holds a search with other settings, which has been paid for. "
                     "Go back to those, or choose another output folder."
@@ -174,33 +188,41 @@ class _Search:
         elif folder.certified:
             raise ValueError(f"{folder.path} holds a run already. Choose another output folder.")
         folder.refuse_lost_ledger()
-        self._parts = parts = make_parts(config, folder, goes_on=goes_on, pays=True)
+        parts = make_parts(config, folder, goes_on=goes_on, pays=True)
         folder.keep_columns(parts.columns)
         if parts.layer is not None and not goes_on:
             parts.layer.save(folder.features)
         choosing = config.choose is not None
-        self._chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
+        chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
         test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
-        self._task = task = task_of(config, parts.private, test)
+        task = task_of(config, parts.private, test)
         assert isinstance(task.budget, Budget)
-        self._budget = task.budget
-        self._ledger = folder.open_ledger("rdp", task.budget)
-        if goes_on and self.state["done"] and not self._ledger.events:
+        ledger = folder.open_ledger("rdp", task.budget)
+        if goes_on and state["done"] and not ledger.events:
             raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
-        if (name := asked["score_on"]) is not None:
-            self._scores = _dataset(parts.public[name])
-        self._pay(settings if not goes_on else None)
+        search = cls(config, asked, folder, state, weights, parts, chosen, task, ledger)
+        search._pay(anew=not goes_on)
+        return search
+
+    @property
+    def _budget(self) -> Budget:
+        assert isinstance(self._task.budget, Budget)
+        return self._task.budget
+
+    @cached_property
+    def _scores(self) -> Dataset[Any]:
+        """The public records that tries are scored on."""
+        return _dataset(self._parts.public[self.asked["score_on"]])
 
     # -- the price, before anything else ------------------------------------------------------
 
-    def _pay(self, settings: dict[str, Any] | None) -> None:
-        """Draw noise and number of tries, if there are settings; on the disk before they cost."""
+    def _pay(self, *, anew: bool) -> None:
+        """Draw noise and number of tries, if it begins; on the disk before they cost."""
         task, ledger, budget = self._task, self._ledger, self._budget
-        if settings is not None:
-            self.state, self._weights = {"settings": settings, "score_noise": None}, None
-            if self.asked["score_on"] is None:
-                alone = Budget(epsilon=_SCORE_SHARE * budget.epsilon, delta=budget.delta)
-                self.state["score_noise"] = calibrate_event(gaussian_event, 1, alone)
+        scored = None if self.asked["score_on"] is None else self._scores
+        if anew and scored is None:
+            alone = Budget(epsilon=_SCORE_SHARE * budget.epsilon, delta=budget.delta)
+            self.state["score_noise"] = calibrate_event(gaussian_event, 1, alone)
         event_of = partial(
             tuning_event,
             sample_rate=task.sample_rate,
@@ -208,12 +230,12 @@ class _Search:
             tries=self.asked["tries"],
             score_noise=self.state["score_noise"],
         )
-        if settings is not None:
+        if anew:
             self.state["noise_multiplier"] = calibrate_event(
                 event_of, 1, budget, accountant="rdp", spent=ledger.events
             )
             self.state |= {"count": geometric(self.asked["tries"]), "done": 0, "best": None}
-            self._file.parent.mkdir(mode=0o700, exist_ok=True)
+            _file_in(self.folder).parent.mkdir(mode=0o700, exist_ok=True)
             self._save()
         event = event_of(self.state["noise_multiplier"])
         if all(charged != event for charged, _ in ledger.events):
@@ -223,7 +245,7 @@ class _Search:
 
     def _save(self) -> None:
         """All or nothing: a process that dies leaves no weights that belong to another score."""
-        save_file(self._file, {"state": self.state, "weights": self._weights})
+        save_file(_file_in(self.folder), {"state": self.state, "weights": self._weights})
 
     # -- a try -----------------------------------------------------------------------------------
 
@@ -313,7 +335,7 @@ class _Search:
         shape = self._task.sample_shape
         done: dict[str, Any] = {"status": "finished", "diverged": None, "sample_shape": shape}
         folder.write_facts(settings=config.fixed(), seed=config.training.seed, **done)
-        shutil.rmtree(self._file.parent)
+        shutil.rmtree(_file_in(folder).parent)
         return Tuned(
             folder=folder.path,
             found=best["found"],
@@ -322,6 +344,10 @@ class _Search:
             delta=delta,
             metrics=line,
         )
+
+
+def _file_in(folder: RunFolder) -> Path:
+    return folder.path / ".tune" / "search.safetensors"
 
 
 def _dataset(data: PublicData) -> Dataset[Any]:

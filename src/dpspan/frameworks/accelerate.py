@@ -41,7 +41,7 @@ def prepare(
     `project_dir`. `resume_from` goes on from what `accelerator.save_state` wrote there.
     """
     refuse("accelerate", _problems(accelerator, optimizer))
-    fit = PrivateFit(
+    fit = PrivateFit.begun(
         privacy,
         Path(accelerator.project_dir),
         module=model.to(accelerator.device),

@@ -70,7 +70,7 @@ class PrivateTraining(Callback):
         stated = self._privacy.method.clip is not None
         limits = (trainer.max_epochs, trainer.max_steps)
         epochs, most = (math.inf if limit in (None, -1) else limit for limit in limits)
-        self._fit = PrivateFit(
+        self._fit = PrivateFit.begun(
             self._privacy,
             Path(trainer.default_root_dir),
             module=parts[0] if len(parts) == 1 else pl_module,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -90,8 +90,17 @@ def refuse(who: str, problems: Iterable[str]) -> None:
 class PrivateFit:
     """One private run, from its first step, or from where `saved` ends, to its last."""
 
-    def __init__(
-        self,
+    def __init__(self, privacy: Privacy, folder: Path, optimizer: Optimizer) -> None:
+        self.privacy, self._optimizer, self.over = privacy, optimizer, False
+        self.engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
+        self._ledger_file, self._written = folder / "ledger.json", (-1, 0)
+        self._loader: Any = None
+        self._running: Any = None  # a generator
+        self._stack = ExitStack()
+
+    @classmethod
+    def begun(
+        cls,
         privacy: Privacy,
         folder: Path,
         *,
@@ -102,13 +111,9 @@ class PrivateFit:
         steps: Callable[[int], float],
         clip: float | None = None,
         saved: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Self:
         """`steps` tells how many there will be, from how many there are in an epoch."""
         refuse_several_processes()
-        self.privacy, self._optimizer, self.over = privacy, optimizer, False
-        engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
-        self.engine = engine
-        self._ledger_file, self._written = folder / "ledger.json", (-1, 0)
         size, rate = float(loader.batch_size or 0), None
         if privacy.records is not None:
             rate = min(1.0, size / privacy.records)
@@ -119,13 +124,15 @@ class PrivateFit:
         promise = (privacy.delta, privacy.records or sampling.records)
         what = "unit" if units else "record"
         warn_of_weaknesses(privacy.epsilon, *promise, unit=what)
+        fit = cls(privacy, folder, optimizer)
+        engine = fit.engine
         with ExitStack() as stack:
             stack.enter_context(locked(folder))
-            record = self._record(saved)
+            record = fit._record(saved)
             z = None if saved is None else saved["run"]["noise_multiplier"]
             if z is None:
                 z = calibrate_event(sampling.event, total, budget, accountant=privacy.accountant)
-            *_, self._loader = engine.make_private(
+            *_, fit._loader = engine.make_private(
                 module=module,
                 optimizer=optimizer,
                 data_loader=loader,
@@ -149,11 +156,12 @@ class PrivateFit:
             engine.ledger.warn(*weaknesses(None, *promise, unit=what))
             if privacy.unprivate_metrics:
                 engine.note_unprivate("what was measured on private batches was logged")
-            self._running: Any = iter(self._loader)  # a generator
-            hook = optimizer.register_step_post_hook(lambda *_: self.write_ledger())
+            fit._running = iter(fit._loader)
+            hook = optimizer.register_step_post_hook(lambda *_: fit.write_ledger())
             stack.callback(hook.remove)
-            self.write_ledger()
-            self._stack = stack.pop_all()
+            fit.write_ledger()
+            fit._stack = stack.pop_all()
+        return fit
 
     def _record(self, saved: Mapping[str, Any] | None) -> Any:
         """What the folder says was released: nothing yet, or all that is behind what was saved."""
@@ -179,7 +187,8 @@ class PrivateFit:
     @property
     def left_of_epoch(self) -> int:
         """Steps of the epoch that runs, or of the next one."""
-        return len(self._loader) - self._loader.position % len(self._loader)
+        done: int = self._loader.position % len(self._loader)
+        return len(self._loader) - done
 
     @property
     def affordable(self) -> bool:

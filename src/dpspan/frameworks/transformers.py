@@ -126,7 +126,7 @@ class PrivateTrainer(Trainer):
         default = TrainingArguments.max_grad_norm
         stated = self.privacy.method.clip is not None and self._clip == default
         criterion = self.compute_loss_func or self.privacy.criterion
-        self._fit = PrivateFit(
+        self._fit = PrivateFit.begun(
             replace(self.privacy, criterion=criterion),
             Path(args.output_dir),
             module=self.model,

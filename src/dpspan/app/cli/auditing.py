@@ -42,7 +42,8 @@ def _rehearsal(config: Path, *, stand_ins: bool = False) -> Any:
     from dpspan.app.run import RunFolder
     from dpspan.app.run.rehearsal import Rehearsal
 
-    return Rehearsal(settings, RunFolder(settings.output.folder), stand_ins=stand_ins)
+    folder = RunFolder(settings.output.folder)
+    return Rehearsal.from_config(settings, folder, stand_ins=stand_ins)
 
 
 @audit.command()
