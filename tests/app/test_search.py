@@ -201,7 +201,7 @@ def test_finals_that_are_there_decide_though_more_tries_are_wanted() -> None:
     [
         ({"tries": 0}, "tries"),
         ({"share": 0.0}, "Expected 0 < share <= 1, got 0.0"),
-        ({"share": math.nan}, "Expected 0 < share <= 1, got nan"),
+        ({"share": math.nan}, "Expected share to be a number, got nan"),
         ({"finalists": 0}, "finalists"),
         ({"seeds": 1.5}, "seeds"),
     ],

@@ -118,7 +118,7 @@ def test_without_noise_or_epochs_it_says_so() -> None:
         ({"noise_multiplier": 0.0}, "gives no privacy"),
         ({"expected_batch_size": 0.0}, "Expected expected_batch_size > 0"),
         ({"views": True}, "Expected views to be an integer"),
-        ({"sample_rate": 1.5}, "Expected sample_rate in"),
+        ({"sample_rate": 1.5}, "Expected 0 < sample_rate <= 1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes: Any, message: str) -> None:

@@ -160,15 +160,15 @@ def test_repr_hides_the_number_of_records():
     [
         (
             lambda: PoissonDraw.one_pass(records=3, sample_rate=1.5),
-            r"Expected sample_rate in \(0, 1\], got 1\.5\.",
+            r"Expected 0 < sample_rate <= 1, got 1\.5\.",
         ),
         (
             lambda: PoissonDraw.one_pass(records=3, sample_rate=0.0),
-            r"Expected sample_rate in \(0, 1\], got 0\.0\.",
+            r"Expected 0 < sample_rate <= 1, got 0\.0\.",
         ),
         (
             lambda: PoissonDraw(records=3, sample_rate=math.nan, steps_per_epoch=1),
-            r"Expected sample_rate in \(0, 1\], got nan\.",
+            r"Expected sample_rate to be a number, got nan\.",
         ),
         (
             lambda: PoissonDraw(records=0, sample_rate=0.5, steps_per_epoch=1),

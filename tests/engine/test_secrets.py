@@ -35,7 +35,7 @@ from dpspan.convex import (
     PrivateLogisticRegression,
     without_public,
 )
-from dpspan.support.checks import check_count, check_delta, check_number, expect, shown
+from dpspan.support.checks import check_count, check_fraction, check_number, expect, shown
 
 WORD = "Zebrowski"  # the name of a patient
 NUMBER = 481516.25  # and what was measured; a float32, too
@@ -398,7 +398,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_arguments(value: Any) -> None:
     silent(shown(value))
-    for check in (check_number, check_count, check_delta):
+    for check in (check_number, check_count, check_fraction):
         with pytest.raises(ValueError, match="Expected x to be a") as caught:
             check("x", value)
         silent_error(caught.value)

@@ -165,7 +165,7 @@ def test_what_would_lose_weights_is_refused() -> None:
 @pytest.mark.parametrize("name", ["low_pass", "average_weights"])
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.5])
 def test_only_shares_are_taken(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} between 0 and 1"):
+    with pytest.raises(ValueError, match=f"0 < {name} < 1"):
         setup(**{name: value})
 
 

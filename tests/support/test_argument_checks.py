@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dpspan.support.checks import check_count, check_number, check_positive, check_seed
+from dpspan import DPSGD, Contender, RandomSubspace, Search
+from dpspan.engine.sampling import PoissonDraw
+from dpspan.support.checks import (
+    check_count,
+    check_fraction,
+    check_number,
+    check_positive,
+    check_seed,
+    check_share,
+)
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
@@ -50,3 +60,39 @@ def test_only_finite_numbers_above_zero_are_positive(value: float) -> None:
     assert check_positive("clip", np.float32(0.5)) == 0.5
     with pytest.raises(ValueError, match=f"Expected clip > 0 and finite, got {value}"):
         check_positive("clip", value)
+
+
+@pytest.mark.parametrize("value", [0, 1.5, -0.1])
+def test_a_share_is_above_zero_and_at_most_one(value: float) -> None:
+    assert check_share("sample_rate", 1) == 1.0
+    with pytest.raises(ValueError, match=f"Expected 0 < sample_rate <= 1, got {value}"):
+        check_share("sample_rate", value)
+
+
+@pytest.mark.parametrize("value", [0, 1.0, -0.1])
+def test_a_fraction_is_strictly_between(value: float) -> None:
+    assert check_fraction("delta", 0.5) == 0.5
+    with pytest.raises(ValueError, match=f"Expected 0 < delta < 1, got {value}"):
+        check_fraction("delta", value)
+
+
+CONTENDER = partial(Contender, name="x", method=DPSGD(clip=1.0), learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: PoissonDraw(records=10, sample_rate="0.1", steps_per_epoch=1), "sample_rate"),
+        (lambda: PoissonDraw.one_pass(records=10, sample_rate=True), "sample_rate"),
+        (lambda: PoissonDraw.one_pass(records=10, sample_rate=0), "sample_rate"),
+        (lambda: Search(share="x"), "share"),
+        (lambda: RandomSubspace(rank=2, seed=-1), "seed"),
+        (lambda: CONTENDER(low_pass=2), "low_pass"),
+        (lambda: CONTENDER(average_weights="0.9"), "average_weights"),
+        (lambda: CONTENDER(views="2"), "views"),
+        (lambda: CONTENDER(views=0), "views"),
+    ],
+)
+def test_arguments_are_checked_where_they_are_given(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Expected (0 < )?{name}\b"):
+        make()

@@ -7,7 +7,7 @@ from typing import Any
 from dp_accounting import dp_event
 from dp_accounting.dp_event import DpEvent
 
-from dpspan.support.checks import check_number, check_positive, expect
+from dpspan.support.checks import check_number, check_positive, check_share, expect
 
 _KINDS: dict[str, Any] = {
     name: kind
@@ -27,7 +27,7 @@ def gaussian_event(noise_multiplier: float) -> DpEvent:
 
 def step_event(noise_multiplier: float, sample_rate: float) -> DpEvent:
     """The event of one training step, for every method: a Gaussian on a Poisson sample."""
-    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    check_share("sample_rate", sample_rate)
     event = gaussian_event(noise_multiplier)
     if noise_multiplier == 0:
         return event

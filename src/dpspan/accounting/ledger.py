@@ -24,7 +24,7 @@ from dpspan.accounting.epsilon import (
 from dpspan.accounting.events import event_from_json, event_to_json
 from dpspan.accounting.promises import Budget
 from dpspan.accounting.releases import Releases, added, beyond, releases_from_json, releases_to_json
-from dpspan.support.checks import check_count, check_delta, expect, html_table
+from dpspan.support.checks import check_count, check_fraction, expect, html_table
 from dpspan.support.errors import BudgetExceeded
 
 _LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
@@ -278,7 +278,7 @@ class Ledger:
             if self.budget is None:
                 raise ValueError("Expected delta, as the ledger has no budget to take it from.")
             delta = self.budget.delta
-        return check_delta("delta", delta)
+        return check_fraction("delta", delta)
 
     def _own(self, event: DpEvent) -> DpEvent:
         """A checked copy: a composed event holds a list, which its owner could still change."""

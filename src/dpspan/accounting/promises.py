@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from dpspan.support.checks import check_delta, check_positive, expect
+from dpspan.support.checks import check_fraction, check_positive, expect
 
 # Publishing each record with probability δ, as it is, keeps the promise (0, δ). From a tenth on no
 # number of records makes that a promise, so it is refused. Above a thousandth it is one only for
@@ -30,7 +30,7 @@ class Budget:
 
 def check_promised_delta(name: str, value: Any) -> float:
     """The value as the δ of a promise: of a budget or a certificate."""
-    delta = check_delta(name, value)
+    delta = check_fraction(name, value)
     expect(
         delta < LARGEST_DELTA,
         f"{name} below {LARGEST_DELTA:g} (with a δ that large, publishing that share of all "

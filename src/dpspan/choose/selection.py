@@ -44,7 +44,7 @@ from dpspan.engine.sampling import PoissonDraw, PrivateLoader, records_of
 from dpspan.public.data import PublicData, hold, like
 from dpspan.public.overlap import refuse_overlap
 from dpspan.subspaces.subspace import Subspace
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_count, check_number, check_share, expect
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.randomness import FreshWorker, fresh_randomness
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
@@ -196,7 +196,7 @@ def resolution(
 def _checked(epsilon: float, sample_rate: float, mechanism: str) -> tuple[float, float]:
     epsilon = float(check_number("epsilon", epsilon))
     expect(0 < epsilon <= _LARGEST_EPSILON, f"0 < epsilon <= {_LARGEST_EPSILON:g}", epsilon)
-    expect(0 < check_number("sample_rate", sample_rate) <= 1, "0 < sample_rate <= 1", sample_rate)
+    check_share("sample_rate", sample_rate)
     expect(mechanism in MECHANISMS, f"mechanism to be one of {sorted(MECHANISMS)}", mechanism)
     return epsilon, float(sample_rate)
 

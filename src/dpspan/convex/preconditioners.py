@@ -30,7 +30,7 @@ from scipy import optimize
 from dpspan.convex.fitting import Fit
 from dpspan.convex.rows import Array
 from dpspan.convex.subspaces import Subspace
-from dpspan.support.checks import check_number, expect
+from dpspan.support.checks import check_fraction, check_number, expect
 
 LARGEST_MATRIX = 4000  # dimensions in which a full matrix is still built and decomposed
 COMFORTABLE_MATRIX = 1000  # and up to which nobody has to ask for it
@@ -139,7 +139,7 @@ class Released:
     floor: float = 1.0
 
     def __post_init__(self) -> None:
-        expect(0 < check_number("share", self.share) < 1, "0 < share < 1", self.share)
+        check_fraction("share", self.share)
         expect(check_number("floor", self.floor) >= 0, "floor >= 0", self.floor)
 
     def begin(self, fit: Fit, subspace: Subspace, *, turns: bool) -> Update:

@@ -225,7 +225,7 @@ class PrivacyEngine:
 
     @property
     def plan(self) -> Plan:
-        """What the run does with private data; frozen, and made before any of them is read."""
+        """What the run does with private data; frozen, and made before the first of its steps."""
         return self._running().plan
 
     @property

@@ -17,7 +17,13 @@ from dpspan.accounting.promises import Budget
 from dpspan.engine.sampling import Draw, PartitionDraw, PoissonDraw, records_of
 from dpspan.mechanisms.base import Method
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import check_count, check_number, check_positive, expect, html_table
+from dpspan.support.checks import (
+    check_count,
+    check_fraction,
+    check_positive,
+    expect,
+    html_table,
+)
 from dpspan.support.moved import without_retired_options
 from dpspan.support.randomness import fresh_seed, seeded
 from dpspan.support.secure import SECURE
@@ -73,7 +79,7 @@ class Plan:
         return math.ceil((expected + _SPREAD * math.sqrt(expected)) / processes / 8) * 8
 
     def epsilon(self, epochs: int | None = None, delta: float | None = None) -> float:
-        """ε of so many epochs, by default those asked for, beside what the ledger holds."""
+        """ε of so many epochs alone, by default those asked for; the ledger may hold more."""
         epochs = check_count("epochs", self.epochs if epochs is None else epochs)
         if delta is None:
             expect(self.budget is not None, "delta=, as the run has no budget", delta)
@@ -229,7 +235,7 @@ def plan_run(given: Given, accountant: str) -> Plan:
     smoothing = {"low_pass": given.low_pass, "average_weights": given.average_weights}
     smoothed = {name: share for name, share in smoothing.items() if share is not None}
     for name, share in smoothed.items():
-        expect(0 < check_number(name, share) < 1, f"{name} between 0 and 1, or None", share)
+        check_fraction(name, share)
     return Plan(
         method=given.method,
         sampling=sampling,

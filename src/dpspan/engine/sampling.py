@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from dpspan.accounting.events import gaussian_event, step_event
 from dpspan.public.data import batches_of, check_map_style, like
-from dpspan.support.checks import check_count, expect
+from dpspan.support.checks import check_count, check_share
 from dpspan.support.distributed import Processes
 from dpspan.support.errors import CaptureError
 from dpspan.support.randomness import FreshWorker, fresh_randomness, renew
@@ -47,13 +47,13 @@ class PoissonDraw:
 
     def __post_init__(self) -> None:
         check_count("records", self.records)
-        expect(0 < self.sample_rate <= 1, "sample_rate in (0, 1]", self.sample_rate)
+        check_share("sample_rate", self.sample_rate)
         check_count("steps_per_epoch", self.steps_per_epoch)
 
     @classmethod
     def one_pass(cls, *, records: int, sample_rate: float) -> Self:
         """An epoch of 1/q steps, in which a record takes part once on average."""
-        steps = max(1, round(1 / sample_rate)) if sample_rate > 0 else 1
+        steps = max(1, round(1 / check_share("sample_rate", sample_rate)))
         return cls(records=records, sample_rate=sample_rate, steps_per_epoch=steps)
 
     @property

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpspan.support.checks import check_number, check_positive, expect
+from dpspan.support.checks import check_fraction, check_positive
 
 
 class ClippingRule(Protocol):
@@ -57,8 +57,7 @@ class AdaptiveClipping:
     def __post_init__(self) -> None:
         check_positive("rate", self.rate)
         for name in ("quantile", "share"):
-            value = check_number(name, getattr(self, name))
-            expect(0 < value < 1, f"{name} between 0 and 1", value)
+            check_fraction(name, getattr(self, name))
 
     def factor(self, norm: Tensor, clip: float) -> Tensor:
         return FlatClipping().factor(norm, clip)

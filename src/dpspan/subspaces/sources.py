@@ -22,7 +22,7 @@ from dpspan.public.gradients import PublicGradientSource
 from dpspan.subspaces.residual import Residual
 from dpspan.subspaces.solvers import Solver
 from dpspan.subspaces.subspace import Subspace
-from dpspan.support.checks import check_count, expect
+from dpspan.support.checks import check_count, check_seed, expect
 from dpspan.support.device_facts import Health
 from dpspan.support.distributed import Processes
 from dpspan.support.sharded import Shards, local
@@ -160,6 +160,7 @@ class RandomSubspace:
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
+        check_seed(self.seed)
 
 
 class RandomSpan:

@@ -71,8 +71,14 @@ def check_seed(value: Any) -> int:
     return int(value)
 
 
-def check_delta(name: str, value: Any) -> float:
-    """The value as a δ, strictly between 0 and 1."""
+def check_share(name: str, value: Any) -> float:
+    """The value as a share, above 0 and at most 1."""
+    expect(0 < check_number(name, value) <= 1, f"0 < {name} <= 1", value)
+    return float(value)
+
+
+def check_fraction(name: str, value: Any) -> float:
+    """The value as a number strictly between 0 and 1, as a δ is."""
     expect(0 < check_number(name, value) < 1, f"0 < {name} < 1", value)
     return float(value)
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dpspan.support.checks import check_count, expect
+from dpspan.support.checks import check_count, check_share
 
 FIRST_SEED = 1000  # far from those of the runs that are reported
 
@@ -47,7 +47,7 @@ class Search:
     def __post_init__(self) -> None:
         for name in ("tries", "finalists", "seeds"):
             check_count(name, getattr(self, name))
-        expect(0 < self.share <= 1, "0 < share <= 1", self.share)
+        check_share("share", self.share)
 
     def plan(self, rates: Sequence[float], known: Known) -> tuple[list[Try], list[Try]]:
         """Of a search that began at these rates: the short tries, by rate, and the full ones.

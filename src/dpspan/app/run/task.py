@@ -25,7 +25,13 @@ from dpspan.mechanisms import DPSGD, Method
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import Encoded
 from dpspan.public.warm_start import WarmStart
-from dpspan.support.checks import check_count, check_number, check_positive, expect
+from dpspan.support.checks import (
+    check_count,
+    check_fraction,
+    check_number,
+    check_positive,
+    expect,
+)
 from dpspan.support.randomness import seeded
 from dpspan.support.strict_json import plain
 from dpspan.support.units import RECORDS_PER_UNIT, Ids, Units
@@ -196,7 +202,11 @@ class Contender:
         expect(isinstance(self.name, str) and bool(self.name), "name to be a text", self.name)
         momentum = check_number("momentum", self.momentum)
         expect(0 <= momentum < 1, "0 <= momentum < 1", self.momentum)
-        expect(self.views == 1 or self.augment is not None, "augment= beside views=", self.views)
+        for name in ("low_pass", "average_weights"):
+            if getattr(self, name) is not None:
+                check_fraction(name, getattr(self, name))
+        views = check_count("views", self.views)
+        expect(views == 1 or self.augment is not None, "augment= beside views=", self.views)
         if self.method is None:
             expect(self.warm_start is not None, f"a method or a warm_start for '{self.name}'", None)
             return
