@@ -32,8 +32,8 @@ from .mechanisms import MirrorDescent as MirrorDescent
 from .mechanisms.clipping import AdaptiveClipping as AdaptiveClipping
 from .mechanisms.clipping import AutomaticClipping as AutomaticClipping
 from .mechanisms.clipping import FlatClipping as FlatClipping
-from .mechanisms.mirror import ConstantMixing as ConstantMixing
-from .mechanisms.mirror import CosineMixing as CosineMixing
+from .mechanisms.mixing import ConstantMixing as ConstantMixing
+from .mechanisms.mixing import CosineMixing as CosineMixing
 from .model.per_sample import per_sample_gradients as per_sample_gradients
 from .model.trainable import BiasOnly as BiasOnly
 from .model.trainable import FirstAndLast as FirstAndLast

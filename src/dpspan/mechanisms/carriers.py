@@ -6,7 +6,7 @@ projection of G onto the matrices whose columns lie in L or whose rows lie in R.
 weights that have been released, or from chance: never from gradients.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpspan.gradients.numerics import full_precision, plain_arithmetic
+from dpspan.gradients.operator import Left, Right
 from dpspan.support.checks import check_count
-from dpspan.support.distributed import is_sharded
+from dpspan.support.distributed import Processes, is_sharded
 from dpspan.support.sharded import whole
 
 Matrices = Sequence[Tensor]  # each (…, rows, columns)
@@ -204,7 +205,69 @@ def carriers_of(
     }
 
 
-def written_over(old: dict[str, Carrier], new: dict[str, Carrier]) -> dict[str, Carrier]:
+class RunCarriers:
+    """L and R of a run's weights, found anew at every step, in the same memory."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        source: CarrierSource,
+        rank: int,
+        seed: int,
+        processes: Processes,
+    ) -> None:
+        self._weights, self._processes = weights, processes
+        self._source, self._rank, self._seed = source, rank, seed
+        self.first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
+        self._found: dict[str, Carrier] = {}
+        self._step: int | None = None  # the one of which they are
+
+    @property
+    def matrices(self) -> dict[str, Tensor]:
+        """The weights."""
+        return {name: as_matrix(weight) for name, weight in self._weights.items()}
+
+    def at(self, step: int) -> dict[str, Carrier]:
+        """Those of a step, which the weights have not moved since."""
+        if self._step != step:
+            now = self.matrices
+            if self.first is None:
+                self.first = {name: weight.clone() for name, weight in now.items()}
+            with self._processes.together():
+                fresh = carriers_of(
+                    now, self.first, self._source, self._rank, step=step, seed=self._seed
+                )
+            # Where a weight has hardly moved, its directions are those of rounding.
+            self._processes.make_same(x for carrier in fresh.values() for x in carrier)
+            self._found, self._step = _written_over(self._found, fresh), step
+        return self._found
+
+    def reconstructed(
+        self, carriers: Mapping[str, Carrier], released: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights' gradients: ∂L R + L ∂R − L Lᵀ ∂L R, or ∂L R where no ∂R was released."""
+        for names in alike(self.matrices):
+            stack = Carrier(*map(torch.stack, zip(*(carriers[n] for n in names), strict=True)))
+            left = torch.stack([released[Left(name)] for name in names])
+            if Right(names[0]) in released:
+                right = torch.stack([released[Right(name)] for name in names])
+                gradients = stack.reconstruct(left, right)
+            else:
+                gradients = left @ stack.right
+            for name, matrix in zip(names, gradients, strict=True):
+                yield name, matrix.view(self._weights[name].shape)
+
+    def begin_from(self, first: Mapping[str, Tensor] | None) -> None:
+        """Go on with a run that began with these weights."""
+        if first is not None:
+            now = self.matrices
+            if {n: w.shape for n, w in first.items()} != {n: w.shape for n, w in now.items()}:
+                raise ValueError("The state does not fit this run: it carries other weights.")
+            first = {n: weight.to(now[n].device, now[n].dtype) for n, weight in first.items()}
+        self.first, self._step = first, None
+
+
+def _written_over(old: dict[str, Carrier], new: dict[str, Carrier]) -> dict[str, Carrier]:
     """The new carriers in the memory of the old ones, where those are alike."""
     before, after = ([x for carrier in each.values() for x in carrier] for each in (old, new))
     kinds = [[(x.shape, x.dtype, x.device) for x in each] for each in (before, after)]

@@ -9,10 +9,9 @@ Formal guarantee: DP-SGD's. h_t follows from public samples, α_t and weights th
 released, so mixing it in is post-processing, however long it is (`public_clip` may clip it).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,49 +21,14 @@ from dpspan.gradients.operator import PerSampleGradients
 from dpspan.mechanisms.base import Gradient, Method, Setting, SteppedMechanism, Sums
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.dpsgd import private_part
+from dpspan.mechanisms.mixing import ConstantMixing as ConstantMixing
+from dpspan.mechanisms.mixing import CosineMixing as CosineMixing
+from dpspan.mechanisms.mixing import Mixing
 from dpspan.mechanisms.noise import Noise
 from dpspan.public.data import PublicData
 from dpspan.public.gradients import PublicGradientSource, RealLabels
-from dpspan.support.checks import check_count, check_number, expect
+from dpspan.support.checks import check_number, expect
 from dpspan.support.device_facts import Health
-
-
-@runtime_checkable
-class Mixing(Protocol):
-    """A schedule of α: it sees the number of the step, and nothing else."""
-
-    def alpha(self, step: int) -> float:
-        """α_t, from 0 (the public gradient alone) to 1 (plain DP-SGD); steps count from 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConstantMixing:
-    """The same α at every step."""
-
-    share: float
-
-    def __post_init__(self) -> None:
-        share = check_number("share", self.share)
-        expect(0 <= share <= 1, "share from 0 (public) to 1 (private)", self.share)
-
-    def alpha(self, step: int) -> float:
-        return float(self.share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineMixing:
-    """The paper's schedule cos(πt/2K): the private gradient first, the public one at the end.
-
-    `steps` is K. From step K on α is 0: take more than the steps you will train for.
-    """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-
-    def alpha(self, step: int) -> float:
-        return math.cos(math.pi * step / (2 * self.steps)) if step < self.steps else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,11 @@ The model itself is not reparametrized: ∂L and ∂R come from each layer's inp
 The part of ∂L inside L takes no part in the update, so it is taken off before the clip.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
@@ -32,12 +31,9 @@ from dpspan.mechanisms.carriers import (
     CarrierSource,
     History,
     RandomCarriers,
-    alike,
-    as_matrix,
+    RunCarriers,
     carried_weights,
-    carriers_of,
     head_of,
-    written_over,
 )
 from dpspan.mechanisms.clipping import clip_factors
 from dpspan.mechanisms.noise import Noise
@@ -109,36 +105,20 @@ class RGPMechanism(SteppedMechanism):
 
     def __init__(self, method: RGP, model: nn.Module, processes: Processes) -> None:
         super().__init__()
-        self._method, self._processes = method, processes
+        self._method = method
         self._head = set() if method.head_scale is None else head_of(model)
-        self._weights = carried_weights(model, method.rank, method.layers, self._head)
+        weights = carried_weights(model, method.rank, method.layers, self._head)
+        self._carried = RunCarriers(weights, method.source, method.rank, method.seed, processes)
         self._sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._placement = Shards(model).of_same
-        self._first: dict[str, Tensor] | None = None  # W_0: as the first private step finds it
-        self._carriers: dict[str, Carrier] = {}
-        self._present = False  # whether the carriers are those of the present step
 
     def carriers(self) -> Mapping[str, Carrier]:
         """L and R of the present step."""
-        if not self._present:
-            method, now = self._method, self._matrices()
-            if self._first is None:
-                self._first = {name: weight.clone() for name, weight in now.items()}
-            with self._processes.together():
-                fresh = carriers_of(
-                    now, self._first, method.source, method.rank, step=self.step, seed=method.seed
-                )
-            # Where a weight has hardly moved, its directions are those of rounding.
-            self._processes.make_same(x for carrier in fresh.values() for x in carrier)
-            self._carriers, self._present = written_over(self._carriers, fresh), True
-        return self._carriers
+        return self._carried.at(self.step)
 
     @property
     def _head_rate(self) -> float:
         return 1.0 if self._method.head_rate is None else self._method.head_rate
-
-    def _matrices(self) -> dict[str, Tensor]:
-        return {name: as_matrix(weight) for name, weight in self._weights.items()}
 
     def clipped_sum(self, gradients: PerSampleGradients) -> Sums:
         """Σ_i clip((∂L, ∂R, …)_i, C), of gradients seen through `carriers` or still whole."""
@@ -176,31 +156,17 @@ class RGPMechanism(SteppedMechanism):
 
     def gradient(self, released: Sums) -> Gradient:
         """Put together to gradients of the weights: ∂L R + L ∂R − L Lᵀ ∂L R."""
-        carriers, self._present = self.carriers(), False
+        carriers = self.carriers()
         self.step += 1
         update = of_parameters(released)
         for name in self._head & update.keys():
             update[name] = update[name] * self._head_rate
-        return update | self._placement(self._reconstructed(carriers, released))
-
-    def _reconstructed(
-        self, carriers: Mapping[str, Carrier], released: Sums
-    ) -> Iterator[tuple[str, Tensor]]:
-        for names in alike(self._matrices()):
-            stack = Carrier(*map(torch.stack, zip(*(carriers[n] for n in names), strict=True)))
-            left = torch.stack([released[Left(name)] for name in names])
-            if self._method.left_only:
-                whole = left @ stack.right
-            else:
-                right = torch.stack([released[Right(name)] for name in names])
-                whole = stack.reconstruct(left, right)
-            for name, matrix in zip(names, whole, strict=True):
-                yield name, matrix.view(self._weights[name].shape)
+        return update | self._placement(self._carried.reconstructed(carriers, released))
 
     def _energy(self, total: Sums, std: float) -> dict[str, float]:
         """E‖noise‖² of the update, in carried weights and in what is released in full."""
         rank, carried = self._method.rank, 0
-        for d_out, d_in in (matrix.shape for matrix in self._matrices().values()):
+        for d_out, d_in in (matrix.shape for matrix in self._carried.matrices.values()):
             # Of the noise on ∂L only what lies outside L takes part in the update.
             carried += rank * (d_out if self._method.left_only else d_out - rank + d_in)
         full = sum(
@@ -212,15 +178,11 @@ class RGPMechanism(SteppedMechanism):
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the weights that the history began with."""
-        return {"step": self.step, "first": self._first}
+        return {"step": self.step, "first": self._carried.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"step", "first"}:
             raise ValueError(f"Expected RGP's state with step and first, got {sorted(state)}.")
-        step, first = check_count("RGP's step", state["step"], least=0), state["first"]
-        if first is not None:
-            now = self._matrices()
-            if {n: w.shape for n, w in first.items()} != {n: w.shape for n, w in now.items()}:
-                raise ValueError("The state does not fit this run: it carries other weights.")
-            first = {n: weight.to(now[n].device, now[n].dtype) for n, weight in first.items()}
-        self.step, self._first, self._present = step, first, False
+        step = check_count("RGP's step", state["step"], least=0)
+        self._carried.begin_from(state["first"])
+        self.step = step

@@ -31,7 +31,7 @@ MOVED = {f"dpspan.{name}": f"{room}.{name}" for room, names in _ROOMS.items() fo
     "dpspan.convex.schedules": "dpspan.convex.fitting",
     "dpspan.encoding": "dpspan.public.patches",
     "dpspan.mechanisms.in_subspace": "dpspan.mechanisms.subspace_method",
-    "dpspan.mixing": "dpspan.mechanisms.mirror",
+    "dpspan.mixing": "dpspan.mechanisms.mixing",
     "dpspan.models": "dpspan.model.networks",
     "dpspan.public_gradients": "dpspan.public.gradients",
     "dpspan.second_phase": "dpspan.public.warm_start",
