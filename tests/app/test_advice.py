@@ -38,6 +38,7 @@ from dpspan.app.run.task import with_baselines
 from dpspan.app.run.training import rehearse
 from dpspan.public.data import PublicData
 from dpspan.public.fingerprints import fingerprints
+from helpers.blobs import blobs, linear
 
 
 class Untouchable(Dataset[Any]):
@@ -50,19 +51,9 @@ class Untouchable(Dataset[Any]):
         raise AssertionError("a private record was read")
 
 
-def blobs(count: int, seed: int, shift: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 2
-    return torch.randn(count, 4, generator=draw) + shift * labels[:, None], labels
-
-
-def network() -> nn.Module:
-    return nn.Linear(4, 2)
-
-
 def task_of(public: Any, **changes: Any) -> Task:
     settings_: dict[str, Any] = {
-        "model": network,
+        "model": linear,
         "private": Untouchable(),
         "test": Untouchable(),
         "batch_size": 100,
@@ -478,7 +469,7 @@ class TestAdvisedConfiguration:
             ("c", {"name": "dpsgd", "clip": 0.7}, False),
             ("DP-SGD, clip 0.3", {"name": "dpsgd", "clip": 0.3}, False),
             ("warm start + DP-SGD, clip 1", {"name": "dpsgd", "clip": 1.0}, True),
-            ("warm start + RGP, rank 2", {"name": "rgp", "rank": 2}, True),  # of a network
+            ("warm start + RGP, rank 2", {"name": "rgp", "rank": 2}, True),  # of a linear
             ("PDP-SGD, rank 24", {"name": "pdpsgd", "rank": 24, "public": "optin"}, False),
             (
                 "GEP, rank 60, clips 1 and 0.2",

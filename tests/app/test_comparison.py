@@ -42,20 +42,11 @@ from dpspan.app.run import RunFolder
 from dpspan.app.run.folder import locked as run_lock
 from dpspan.app.run.folder import read_lines
 from dpspan.app.run.training import Training
+from helpers.blobs import blobs, linear
 from helpers.processes import CONTEXT
 
 COMPARE = sys.modules[compare.__module__]
 BUDGET = Budget(epsilon=5.0, delta=1e-5)
-
-
-def blobs(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 2
-    return torch.randn(count, 4, generator=draw) + 3.0 * labels[:, None], labels
-
-
-def network() -> nn.Module:
-    return nn.Linear(4, 2)
 
 
 def deep_network() -> nn.Module:
@@ -79,7 +70,7 @@ def _scaled_network(factor: float) -> nn.Module:
 
 def task_of(**changes: Any) -> Task:
     settings: dict[str, Any] = {
-        "model": network,
+        "model": linear,
         "private": TensorDataset(*blobs(200, 0)),
         "test": TensorDataset(*blobs(60, 1)),
         "batch_size": 50,
@@ -507,7 +498,7 @@ class TestRuns:
 
     def test_test_records_are_private_unless_declared_public(self) -> None:
         data = TensorDataset(*blobs(20, 0))
-        task = Task(model=network, private=data, test=data, batch_size=5, epochs=1, budget=BUDGET)
+        task = Task(model=linear, private=data, test=data, batch_size=5, epochs=1, budget=BUDGET)
         assert not task.test_is_public
 
     @pytest.mark.slow
@@ -600,7 +591,7 @@ class TestSteps:
                 met.append(float(layer.weight.detach().abs().max()))  # type: ignore[operator]
 
         def watched() -> nn.Module:
-            layer = network()
+            layer = linear()
             layer.register_forward_pre_hook(note)
             return layer
 

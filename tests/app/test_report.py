@@ -15,7 +15,6 @@ import torch
 from dp_accounting.dp_event import DpEvent, GaussianDpEvent, LaplaceDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpspan import DPSGD, GEP, Budget, Ledger, PrivacyEngine, WarmStart
@@ -27,6 +26,7 @@ from dpspan.app.config import ReportSection
 from dpspan.app.report import best_guess, detection, render
 from dpspan.app.report.reading import Total, read, without_unprivate
 from dpspan.app.run import RunFolder
+from helpers.blobs import blobs, linear
 from helpers.needs import extra, missing
 
 EVIL = "<script>alert('x')</script> & \"co\""
@@ -37,23 +37,13 @@ TREES = st.recursive(
 PLOTS = ("accuracy", "runs", "training", "gsd", "spectrum", "noise")
 
 
-def blobs(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 2
-    return torch.randn(count, 4, generator=draw) + 3.0 * labels[:, None], labels
-
-
-def network() -> nn.Module:
-    return nn.Linear(4, 2)
-
-
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small real comparison with everything that a report can show."""
     out = tmp_path_factory.mktemp("compared")
     public = blobs(20, 2)
     task = Task(
-        model=network,
+        model=linear,
         private=TensorDataset(*blobs(200, 0)),
         test=TensorDataset(*blobs(60, 1)),
         batch_size=50,
@@ -370,7 +360,7 @@ class TestUnprivate:
 class TestAlarms:
     def test_a_run_that_is_not_private_says_so_first(self, tmp_path: Path) -> None:
         engine = PrivacyEngine(debug_seed=1)
-        model = network()
+        model = linear()
         engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

@@ -25,6 +25,7 @@ from dpspan.app.report import render
 from dpspan.app.run import Progress, RunFolder, train
 from dpspan.app.run.folder import is_comparison, read_json, read_lines
 from dpspan.app.run.task import in_batches
+from helpers.blobs import blobs
 from helpers.digits import config, settings, write_npz
 
 OLD = Path(__file__).parent / "folders-0.1"  # made by 0.1: see the tests that use them
@@ -39,12 +40,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     write_npz(Path())
     return tmp_path
-
-
-def blobs(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 2
-    return torch.randn(count, 4, generator=draw) + 3.0 * labels[:, None], labels
 
 
 def task() -> Task:

@@ -15,24 +15,9 @@ from dpspan.choose.probe import PIECE, Probe, drawn, energies, principal_subspac
 from dpspan.model.per_sample import per_sample_gradients
 from dpspan.public.data import PublicData, Samples
 from helpers.oracle import top_directions
+from helpers.stripes import conv_network, images, labels
 
 CE = nn.CrossEntropyLoss()
-
-
-def images(n, seed, stripes=False):
-    x = torch.randn(n, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
-    x[..., :3] *= not stripes
-    x[..., 3:] *= stripes
-    return x
-
-
-def labels(n, seed=0):
-    return torch.randint(4, (n,), generator=torch.Generator().manual_seed(seed))
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(180, 4))
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -109,7 +94,7 @@ def captured_energy(model, loss_fn, private, public, rank):
 
 
 def test_energy_by_projections_written_out():
-    model = network().double()
+    model = conv_network().double()
     x, y, u = images(12, 1).double(), labels(12), images(20, 2).double()
     found = captured_energy(model, CE, (x, y), u, 5)
 
@@ -127,11 +112,11 @@ def test_energy_by_projections_written_out():
 
 def test_energy_of_a_samples_own_span_is_all():
     x = images(6, 1)
-    assert captured_energy(network(), CE, x, x, 6).min() > 0.999
+    assert captured_energy(conv_network(), CE, x, x, 6).min() > 0.999
 
 
 def test_dropout_is_off_as_in_the_private_choice():
-    model = nn.Sequential(network(), nn.Dropout(0.5)).train()
+    model = nn.Sequential(conv_network(), nn.Dropout(0.5)).train()
     x, y, u = images(12, 1), labels(12), images(20, 2)
     in_training = captured_energy(model, CE, (x, y), u, 5)
     ranked = rank_public(model, CE, (x, y), {"u": u}, rank=5)
@@ -152,7 +137,7 @@ def ranking():
     }
     private = TensorDataset(images(80, 3), labels(80))
     return rank_public(
-        network(),
+        conv_network(),
         CE,
         private,
         candidates,
@@ -166,8 +151,8 @@ def test_rows_are_in_order_and_hold_what_the_parts_give(ranking):
     near, far = ranking.rows
     mine = drawn(TensorDataset(images(80, 3), labels(80)), 50, seed=0, name="private", kind=Samples)
     data = drawn((images(60, 1), labels(60)), 50, seed=0, name="near", kind=PublicData)
-    assert near.unprivate_gsd == pytest.approx(gsd(network(), CE, mine, data, 6), abs=1e-9)
-    energy = captured_energy(network(), CE, mine, data, 6).mean()
+    assert near.unprivate_gsd == pytest.approx(gsd(conv_network(), CE, mine, data, 6), abs=1e-9)
+    energy = captured_energy(conv_network(), CE, mine, data, 6).mean()
     assert near.unprivate_captured_energy == pytest.approx(float(energy), abs=1e-6)
     assert near.unprivate_captured_energy > far.unprivate_captured_energy
     assert [row.samples for row in ranking.rows] == [50, 50]
@@ -200,7 +185,7 @@ def test_it_cannot_go_on_a_certificate(ranking):
 
 def test_looking_is_noted_but_not_what_was_seen():
     ledger = Ledger()
-    rank_public(network(), CE, images(20, 3), {"near": images(20, 1)}, rank=3, ledger=ledger)
+    rank_public(conv_network(), CE, images(20, 3), {"near": images(20, 1)}, rank=3, ledger=ledger)
     (warning,) = ledger.warnings
     assert warning == "unprivate: public data were ranked by private data, without noise"
     assert ledger.events == ()
@@ -215,12 +200,12 @@ def test_looking_is_noted_but_not_what_was_seen():
 )
 def test_rankings_that_cannot_be(candidates, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        rank_public(network(), CE, images(9, 3), candidates, rank=2)
+        rank_public(conv_network(), CE, images(9, 3), candidates, rank=2)
 
 
 def test_a_private_label_that_is_no_class_is_not_shown() -> None:
     x, y = images(12, 1), labels(12)
     y[3] = 777
     with pytest.raises(ValueError, match=r"Expected labels from 0 to \d") as caught:
-        captured_energy(network(), CE, (x, y), images(20, 2), 5)
+        captured_energy(conv_network(), CE, (x, y), images(20, 2), 5)
     assert "777" not in str(caught.value)

@@ -34,6 +34,7 @@ from dpspan.model.per_sample import per_sample_gradients
 from dpspan.public.data import PublicData
 from dpspan.support.errors import BudgetExceeded, UnsupportedModule
 from helpers.oracle import top_directions
+from helpers.stripes import images, labels
 
 CE = nn.CrossEntropyLoss()
 DELTA = 1e-5
@@ -250,18 +251,6 @@ def test_sample_rates_that_cannot_be(rate):
 
 
 # -- scores ---------------------------------------------------------------------------------------
-
-
-def images(n, seed, stripes=False):
-    """Noise on half of the pixels, and nothing on the others; or the other way round."""
-    x = torch.randn(n, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
-    x[..., :3] *= not stripes
-    x[..., 3:] *= stripes
-    return x
-
-
-def labels(n, seed=0):
-    return torch.randint(4, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 def network(dtype=torch.float32):

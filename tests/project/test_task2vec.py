@@ -9,20 +9,12 @@ from torch import nn
 
 from dpspan.choose.probe import Probe
 from dpspan.public.data import PublicData
-
-
-def images(n, seed):
-    return torch.randn(n, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(180, 4))
+from helpers.stripes import conv_network, images
 
 
 def test_fisher_embedding_is_the_mean_square_by_filter():
-    probe = Probe(model=network().double(), loss_fn=nn.CrossEntropyLoss())
-    gradients = probe.gradients(PublicData.of(images(9, 1).double()))
+    probe = Probe(model=conv_network().double(), loss_fn=nn.CrossEntropyLoss())
+    gradients = probe.gradients(PublicData.of(images(9, 1, None).double()))
     rows, at, expected = gradients.matrix(), 0, []
     for shape in gradients.shapes.values():
         own = rows[:, at : at + shape.numel()].square().mean(0).view(shape[0], -1).mean(1)
@@ -45,7 +37,9 @@ def test_task2vec_distance():
 
 
 def test_near_data_are_near():
-    x = images(60, 1)
+    x = images(60, 1, None)
     far = x * torch.linspace(0, 3, 6)
-    found = task2vec(network(), images(60, 2), {"near": x, "far": far}, samples=50, seed=0)
+    found = task2vec(
+        conv_network(), images(60, 2, None), {"near": x, "far": far}, samples=50, seed=0
+    )
     assert found["near"] < found["far"]
