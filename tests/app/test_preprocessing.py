@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from dpspan.accounting.certificate import certificate
 from dpspan.accounting.ledger import Ledger
 from dpspan.app.config import Config, parse_config
 from dpspan.app.data import load
@@ -337,6 +338,51 @@ def test_a_release_is_made_once_and_paid_first(
     other = planned(tmp_path, preprocessing=PLANS | {"note": {"kind": "drop"}})
     with pytest.raises(ValueError, match="was released for another"):
         train(other)
+
+
+def test_bounds_are_not_used_without_their_price(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the ledger is lost, or the description was copied to another folder."""
+    config, run = planned(tmp_path), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("dpspan.app.run.from_config._load", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    paid = (run / "ledger.json").read_text()
+    (run / "ledger.json").unlink()
+    with pytest.raises(ValueError, match=r"ledger\.json is missing, or lacks the price"):
+        train(config)
+    (run / "ledger.json").write_text(json.dumps(Ledger().state_dict()))
+    with pytest.raises(ValueError, match=r"ledger\.json is missing, or lacks the price"):
+        train(config)
+    (run / "ledger.json").write_text(paid)
+    train(config)
+    assert verify(run).holds
+    document = json.loads((run / "certificate.json").read_text())
+    ledger = Ledger.from_state(json.loads((run / "ledger.json").read_text()))
+    unpaid = Ledger(accountant="pld")
+    for event, count in ledger.events[1:]:
+        unpaid.charge(event, count)
+    without = certificate(unpaid, delta=document["delta"], training=document["training"])
+    (tmp_path / "alone.json").write_text(json.dumps(without))
+    (problem,) = (c.detail for c in verify(tmp_path / "alone.json").checks if c.holds is False)
+    assert "bounds of columns were bought, and no event is their price" in problem
+
+
+def test_bounds_that_cost_nothing_are_found_anew_until_a_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {k: v for k, v in PLANS.items() if k != "pressure"}
+    config = planned(tmp_path, preprocessing=free)
+    with monkeypatch.context() as patch:
+        patch.setattr("dpspan.app.run.from_config.Run.start", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    before = (tmp_path / "run" / "preprocessing.json").read_text()
+    write_table(tmp_path / "public.csv", rows=30, sex="x")
+    train(config)
+    assert (tmp_path / "run" / "preprocessing.json").read_text() != before
 
 
 def test_nothing_is_kept_of_public_rows_that_are_private(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import safetensors
 
 from dpspan.accounting.certificate import sha256_of, weights_sha256
 from dpspan.accounting.epsilon import account
+from dpspan.accounting.events import pure_event
 from dpspan.accounting.ledger import RECORDS_TOLD, UNITS_TOLD, Ledger
 from dpspan.accounting.promises import LARGEST_DELTA
 from dpspan.accounting.releases import releases_from_json
@@ -72,12 +73,16 @@ def _document(raw: Any, found: Certificate) -> Iterator[Check]:
     said = f"{stated:.6g} is stated, {again:.6g} is what the events cost at δ = {found.delta:g}"
     yield Check(name="ε", holds=close, detail=f"{said} ({spending.accountant})")
     steps, budget, audit = sum(count for _, count in releases), found.budget, found.audit
+    bought = "paid release" in found.training.get("preprocessing", {}).get("origins", {})
+    pure = type(pure_event(1.0))
     told = any(each.startswith((RECORDS_TOLD, UNITS_TOLD)) for each in found.warnings)
     wrong = {
         f"steps is {found.steps}, and the events are {steps}": found.steps != steps,
         "it is called private, and says why it is not": found.private
         == bool(found.not_private_because),
         "it is called private without a finite ε": found.private and stated == math.inf,
+        "bounds of columns were bought, and no event is their price": bought
+        and not any(isinstance(event, pure) for event, _ in releases),
         "an audit measured more than ε": bool(audit and audit.epsilon_at_least > stated),
         "ε is above the budget": budget is not None
         and account(releases, budget.delta, by).epsilon > budget.epsilon * (1 + _TOLERANCE),

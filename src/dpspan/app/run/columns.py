@@ -9,7 +9,7 @@ from dpspan.accounting.promises import Budget
 from dpspan.app.config import Config
 from dpspan.app.data import Source
 from dpspan.app.preprocessing import Preprocessing, Values
-from dpspan.app.run.folder import RunFolder, read_json
+from dpspan.app.run.folder import ANEW, RunFolder, read_json
 from dpspan.app.run.task import FixedNoise
 from dpspan.support.checks import expect
 
@@ -28,8 +28,13 @@ def frozen_columns(
     planned = sha256_of(data.model_dump(mode="json")["preprocessing"])
     if folder is not None and folder.preprocessing.exists():
         kept = Preprocessing.of_document(read_json(folder.preprocessing))
-        if kept.planned == planned:
+        if kept.planned == planned and data.releases:
+            if not read_json(folder.ledger, {"events": ()})["events"]:
+                price = f"the price of the bounds in {folder.preprocessing}"
+                raise ValueError(f"{folder.ledger} is missing, or lacks {price}. {ANEW}")
             return kept
+        if kept.planned == planned and folder.certified:
+            return kept  # with a run behind them; else public rows may have changed
         if any(column.origin == "paid release" for column in kept.columns.values()):
             paid = f"{folder.preprocessing} was released for another data.preprocessing"
             raise ValueError(f"{paid}. Go back to that one, or choose another output folder.")
