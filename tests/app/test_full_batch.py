@@ -126,6 +126,30 @@ def test_an_accuracy_is_of_the_model_beside_it(
     assert [each["count"] for each in events] == [1, 30, 1, 30]
 
 
+def test_a_fit_that_was_lost_is_not_made_anew_by_the_rest_of_epsilon(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would be a model of noise, in the place of one that was paid for."""
+    plan = described(folder, "adagrad")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="disk"):
+        patched.setattr(RunFolder, "write_model", lambda *_: raised(OSError("disk full")))
+        train(plan)
+    with pytest.raises(ValueError, match=r"the price of a fit whose model was lost.*another fold"):
+        train(plan)
+
+
+def test_a_finished_run_whose_checkpoint_is_gone_is_kept(folder: Path) -> None:
+    plan = described(folder, "dpsgd")
+    train(plan)
+    run = RunFolder("run")
+    run.checkpoint.unlink()  # large, and needed no more
+    model = run.model.read_bytes()
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=r"holds a run already\. Choose another"):
+            train(plan, resume=resume)
+    assert run.model.read_bytes() == model
+
+
 def raised(error: BaseException) -> None:
     raise error
 

@@ -162,6 +162,7 @@ def test_the_choice_of_public_data_is_paid_once(folder: Path) -> None:
     ]
     sections["choose"] = {"epsilon": 0.25, "rank": 4}
     files.checkpoint.unlink()
+    files.run.unlink()
     with pytest.raises(ValueError, match=r"choice\.json was chosen with other settings"):
         train(config(folder, **sections))
 

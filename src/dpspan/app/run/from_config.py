@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
-from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import budget_of, frozen_columns
@@ -72,7 +71,8 @@ def train(
             stack.enter_context(folder.locked())
             if processes.is_first and folder.checkpoint.exists() and not resume:
                 folder.begin_anew()
-            if isinstance(config.method, ConvexSection) and folder.finished:
+            spent = isinstance(config.method, ConvexSection) or config.budget.epsilon is not None
+            if folder.finished and not folder.checkpoint.exists() and spent:  # too little is left
                 held = f"{folder.path} holds a run already"
                 raise ValueError(f"{held}. Choose another output folder.")
         with processes.together():

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dp_accounting.dp_event import GaussianDpEvent
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -15,7 +16,7 @@ from dpspan.accounting.certificate import certificate, sha256_of
 from dpspan.accounting.epsilon import account, rough_epsilon
 from dpspan.accounting.events import gaussian_event
 from dpspan.accounting.ledger import steps_beyond
-from dpspan.accounting.promises import weaknesses
+from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
 from dpspan.app.preprocessing import Preprocessing
@@ -110,6 +111,7 @@ class Run:
             lost = f"{folder.evaluation} is missing, with an accuracy that is released once"
             raise ValueError(f"{lost}. Restore it, or choose another output folder.")
         if isinstance(self.contender.method, FullBatch):
+            self._refuse_lost_fit(self.contender.method)
             self._ledger.warn(*doubts(task))
             self._declare_public()
             return
@@ -129,6 +131,13 @@ class Run:
             from torch.utils.tensorboard import SummaryWriter
 
             self._scalars = SummaryWriter(str(folder.path / "tensorboard"))
+
+    def _refuse_lost_fit(self, method: FullBatch) -> None:
+        """ValueError if an earlier process paid for a fit and lost it: too little is left."""
+        fits = [n for event, n in self._ledger.events if isinstance(event, GaussianDpEvent)]
+        if isinstance(self.task.budget, Budget) and method.method.steps in fits:
+            gone = "has the price of a fit whose model was lost: what is left of ε makes no other"
+            raise ValueError(f"{self.folder.ledger} {gone}. Fit anew in another folder.")
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Weights from the checkpoint; the record of what was spent from the ledger's file."""
