@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
+from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import budget_of, frozen_columns
