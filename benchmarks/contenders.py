@@ -113,15 +113,20 @@ def method_step(
     if graphs:
         x, y = filled_up(x), filled_up(y)
         summed = mechanism.clipped_sum if mechanism.stays_in_place else None
-        replayed = Graphs(summed, mean_loss=True)
+        replayed = Graphs(summed)
 
     def step() -> None:
         optimizer.zero_grad()
-        live = n if graphs else None
-        capture.expect(len(x), live=live, carriers=mechanism.carriers(), graphs=replayed)
+        capture.expect(
+            len(x),
+            scale=len(x),
+            live=n if graphs else None,
+            carriers=mechanism.carriers(),
+            graphs=replayed,
+        )
         criterion(model(x), y).backward()
         with torch.no_grad():
-            gradients = capture.collect(scale=len(x))
+            gradients = capture.collect()
             mechanism.prepare(capture)
             total = None if replayed is None else replayed.take(copied=False)
             if total is None:

@@ -65,15 +65,16 @@ def private_phases(
     if graphs:
         live, x, y = len(x), contenders.filled_up(x), contenders.filled_up(y)
         summed = mechanism.clipped_sum if mechanism.stays_in_place else None
-        replayed = Graphs(summed, mean_loss=True)
+        replayed = Graphs(summed)
 
     def forward() -> None:
         optimizer.zero_grad()
-        capture.expect(len(x), live=live, carriers=mechanism.carriers(), graphs=replayed)
+        how = {"live": live, "carriers": mechanism.carriers(), "graphs": replayed}
+        capture.expect(len(x), scale=len(x), **how)
         kept["loss"] = criterion(model(x), y)
 
     def collect() -> None:
-        kept["gradients"] = capture.collect(scale=len(x))
+        kept["gradients"] = capture.collect()
 
     def clipped_sum() -> None:
         gradients = kept.pop("gradients")

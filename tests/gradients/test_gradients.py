@@ -258,9 +258,9 @@ def test_scale_multiplies_everything() -> None:
     model, x = make("mlp")
     oracle = 3.0 * per_sample_matrix(model, loss_per_sample, x)
     with dpspan.Capture(model) as capture:
-        capture.expect(len(x))
+        capture.expect(len(x), scale=3.0)
         loss_per_sample(model, x).sum().backward()
-        J = capture.collect(scale=3.0)
+        J = capture.collect()
     weights = torch.randn(len(x), dtype=torch.float64)
     assert_close(J.matrix(), oracle, torch.float64)
     assert_close(J.norms(), oracle.norm(dim=1), torch.float64)

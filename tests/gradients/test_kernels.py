@@ -52,7 +52,7 @@ def term(name: str, n: int = 37) -> Patches:
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_rows_of_convolutions(name: str) -> None:
     patches = term(name)
-    kept = patches.compact()
+    kept = patches.compact(patches.samples)
     assert isinstance(kept, Rows)
     exact = patches.double().rows(0, patches.samples)
     error = (kept.values.double() - exact).norm(dim=1)
@@ -77,7 +77,7 @@ def test_a_sample_that_is_not_finite_stays_alone() -> None:
     patches = term("padded")
     x = patches.x.clone()
     x[3, 2, 5, 5] = torch.nan
-    kept, clean = (replace(patches, x=each).compact() for each in (x, patches.x))
+    kept, clean = (replace(patches, x=each).compact(patches.samples) for each in (x, patches.x))
     assert isinstance(kept, Rows)
     assert isinstance(clean, Rows)
     others = [i for i in range(patches.samples) if i != 3]

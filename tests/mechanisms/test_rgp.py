@@ -486,7 +486,7 @@ def test_an_empty_batch_has_empty_images(name: str) -> None:
     with Capture(model) as capture:
         capture.expect(0, carriers={"weight": carrier(model.weight.shape, 2)})
         losses(model, torch.zeros(0, *shape, dtype=F64)).sum().backward()
-        small = capture.collect(scale=1)
+        small = capture.collect()
     assert small.samples == 0
     assert all(len(term.rows(0, 0)) == 0 for term in small.terms.values())
 

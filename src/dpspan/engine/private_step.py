@@ -51,7 +51,7 @@ class PrivateRun:
         self._graphs: Graphs | None = None
         if given.cuda_graphs:
             recorded = mechanism.clipped_sum if stays_in_place(mechanism) else None
-            self._graphs = Graphs(recorded, mean_loss=self._mean_loss)
+            self._graphs = Graphs(recorded)
         self.guard = Guard(
             self._module,
             self._capture,
@@ -94,11 +94,20 @@ class PrivateRun:
             piece.size,
             views=self.plan.views,
             units=piece.units,
+            largest=self.plan.records_per_unit,
+            planned=self._planned,
+            scale=piece.size if self._mean_loss else 1.0,
             live=piece.samples if piece.padded else None,
             discard=piece.samples == 0 and not piece.padded,
             carriers=self.mechanism.carriers(),
             graphs=self._graphs,
         )
+
+    @property
+    def _planned(self) -> int:
+        """Records of a piece to plan memory for, by public numbers."""
+        most = self.plan.most_at_once(self.processes.world)
+        return min(most, self.loader.max_physical_batch_size or most)
 
     def _let_go(self, new_epoch: bool) -> None:
         """Forget the piece before; an error if it had something to add."""
@@ -216,7 +225,7 @@ class PrivateRun:
                 "private loader: iterate over the loader that make_private returned."
             )
         self.loader.refuse_seeds()
-        gradients = self._capture.collect(scale=piece.size if self._mean_loss else 1)
+        gradients = self._capture.collect()
         self.guard.check()
         return piece, gradients
 

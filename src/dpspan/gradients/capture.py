@@ -46,6 +46,9 @@ class _Batch:
     rows: int
     views: int = 1  # rows that belong to one record
     units: tuple[int, ...] | None = None  # records that belong to one sample, if not one each
+    largest: int | None = None  # records that a unit can have; None: that one here has
+    planned: int | None = None  # rows to plan for: how many there are is private
+    scale: float = 1.0  # what gradients are multiplied by
     live: int | None = None  # the samples in front that count, if others fill up the batch
     discard: bool = False
     everywhere: bool = False  # whether every process has the same samples
@@ -65,10 +68,12 @@ class _Batch:
         """What belongs together of a term with so many rows a record; None: every row is alone."""
         if self.units is None:
             return None if rows == 1 else Alike(rows)
-        if rows == 1 and max(self.units, default=1) == 1:
+        largest = max(self.units, default=1) if self.largest is None else self.largest
+        if rows == largest == 1:
             return None
-        key = rows, term.rows(0, 0).device
-        return self.ragged.setdefault(key, Ragged(self.units, *key))
+        device = term.rows(0, 0).device
+        made = Ragged(self.units, rows, rows * largest, device)
+        return self.ragged.setdefault((rows, device), made)
 
     def put(self, name: str, term: Term) -> None:
         """Add a term to those of this name."""
@@ -125,6 +130,9 @@ class Capture:
         *,
         views: int = 1,
         units: tuple[int, ...] | None = None,
+        largest: int | None = None,
+        planned: int | None = None,
+        scale: float = 1.0,
         live: int | None = None,
         discard: bool = False,
         everywhere: bool = False,
@@ -141,13 +149,28 @@ class Capture:
 
         With `views` the model sees that many rows for each sample, one after the other, whose
         gradients are added up. With `units` the samples are records of so many units, of so many
-        records each, one after the other: gradients are then the means of units.
+        records each (at most `largest`), one after the other: gradients are then means of units.
+
+        Memory is planned for so many samples as `planned` says, by default for those that there
+        are. Gradients are those of the loss times `scale`: before anything is measured, as numbers
+        of a mean over many overflow later than those of one over few.
 
         Of a parameter with `carriers` only its gradient's images in them are kept (see
         `PerSampleGradients.compress`): a layer's input is let go during the backward pass.
         """
-        rows, carriers = samples * views, carriers or {}
-        self._batch = _Batch(rows, views, units, live, discard, everywhere, carriers, graphs)
+        self._batch = _Batch(
+            samples * views,
+            views,
+            units,
+            largest,
+            None if planned is None else planned * views,
+            scale,
+            live,
+            discard,
+            everywhere,
+            carriers or {},
+            graphs,
+        )
         self._watch_all()  # parameters may have been exchanged since
         if "torch._dynamo" in sys.modules:  # something may have been compiled
             hooks = (*self.model._forward_pre_hooks.values(), *self.model._forward_hooks.values())
@@ -155,8 +178,8 @@ class Capture:
                 if isinstance(ours, StandIn | Hook):
                     ours.stay_uncompiled()
 
-    def collect(self, *, scale: float = 1.0) -> PerSampleGradients:
-        """The per-sample gradients of the expected batch, times `scale`, which is then over."""
+    def collect(self) -> PerSampleGradients:
+        """The per-sample gradients of the expected batch, which is then over."""
         batch = self._batch
         if batch is None:
             raise CaptureError("No batch is expected: draw one from the private loader first.")
@@ -171,14 +194,14 @@ class Capture:
                 f"No gradient was recorded for the batch of {batch.rows} samples. Call the model "
                 "on the batch with gradients enabled and loss.backward() before optimizer.step()."
             )
-        gradients = self.gradients(scale=scale)
+        gradients = self.gradients()
         if batch.live is not None:  # those that fill up the batch are no records
             places = torch.arange(gradients.samples, device=gradients.device)
             gradients.counted = places < batch.live
         self.disarm()
         return gradients
 
-    def gradients(self, *, scale: float = 1.0, counted: Tensor | None = None) -> PerSampleGradients:
+    def gradients(self, *, counted: Tensor | None = None) -> PerSampleGradients:
         """What has been recorded so far; `counted` as of `PerSampleGradients`."""
         batch = self.batch
         shapes: dict[str, torch.Size] = {}
@@ -196,7 +219,7 @@ class Capture:
             batch.terms,
             samples,
             like=like,
-            scale=scale,
+            planned=None if batch.planned is None else batch.planned // batch.views,
             counted=counted,
             placement=self.shards.of_same if batch.everywhere else self.shards.of_sums,
         )
@@ -383,7 +406,7 @@ class Capture:
             batch.heard = True
             if not batch.discard:
                 with plain_arithmetic():
-                    receive(grad)
+                    receive(grad if batch.scale == 1 else grad * batch.scale)
 
         if output.requires_grad and not output._is_view():
             output.register_hook(heard)
@@ -430,7 +453,8 @@ class Capture:
         if isinstance(groups, Ragged):
             term = weighted(term, groups.weights)
         if name not in batch.carriers:
-            batch.put(name, (term if groups is None else term.merged(groups)).compact())
+            planned = folds * (batch.rows if batch.planned is None else batch.planned)
+            batch.put(name, (term if groups is None else term.merged(groups)).compact(planned))
             return
         left, right = (Rows(image) for image in term.compress(*batch.carriers[name]))
         batch.put(Left(name), left if groups is None else left.merged(groups))

@@ -71,11 +71,11 @@ class Graphs:
     """Records the calls of one model, and replays them.
 
     `clipped_sum` becomes part of the backward graph; None if it reads what has another place at
-    every step. `mean_loss` says how the loss treats the batch.
+    every step.
     """
 
-    def __init__(self, clipped_sum: ClippedSum | None, *, mean_loss: bool) -> None:
-        self._clipped_sum, self._mean_loss = clipped_sum, mean_loss
+    def __init__(self, clipped_sum: ClippedSum | None) -> None:
+        self._clipped_sum = clipped_sum
         self._calls: Counter[Any] = Counter()
         self._recordings: dict[Any, _Recording] = {}
         self.sums: dict[str, Tensor] | None = None  # of the batch at hand, if a graph made them
@@ -178,8 +178,7 @@ class Graphs:
         batch = capture.batch
         if self._clipped_sum is None:
             return batch.terms, None
-        scale = batch.rows // batch.views if self._mean_loss else 1
-        gradients = capture.gradients(scale=scale, counted=counted)
+        gradients = capture.gradients(counted=counted)
         batch.terms = {}  # let go, as without a graph: packing must not hold them twice
         return {}, self._clipped_sum(gradients)
 

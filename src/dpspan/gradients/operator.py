@@ -65,13 +65,15 @@ class PerSampleGradients:
         *,
         like: Tensor,
         scale: float = 1.0,
+        planned: int | None = None,
         counted: Tensor | None = None,
         placement: Placement = dict,
     ) -> None:
         """`counted` (n,) says of each sample whether it may be part of a sum; None: all are.
 
-        The others have bounds without end, and `combine` leaves them out. `placement` says what
-        becomes of a sum by parameter: of a sharded model a process keeps its shards.
+        The others have bounds without end, and `combine` leaves them out. Memory is planned for
+        `planned` samples, by default for those that there are. `placement` says what becomes of a
+        sum by parameter: of a sharded model a process keeps its shards.
         """
         self.counted, self.placement = counted, placement
         self.shapes = dict(shapes)
@@ -79,6 +81,7 @@ class PerSampleGradients:
         self.terms = {name: _total(terms[name]) for name in shapes if terms.get(name)}
         self.like = full_precision(like.new_empty(0))  # dtype and device
         self.scale = scale
+        self.planned = samples if planned is None else planned
 
     @classmethod
     def concatenate(cls, pieces: Sequence[Self]) -> Self:
@@ -123,6 +126,7 @@ class PerSampleGradients:
             self.samples if samples is None else samples,
             like=self.like,
             scale=self.scale,
+            planned=self.planned if samples is None else None,
             counted=self.counted,
             placement=self.placement,
         )

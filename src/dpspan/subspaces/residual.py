@@ -92,7 +92,7 @@ class Residual:
         """The rows of r that are kept, by pack, in the units of J as it was recorded."""
         anchors, like = self.anchors.packs, self.gradients.like
         packs = {names: pack for names, pack in anchors.items() if names not in self.kernels}
-        numbers = self.gradients.samples * sum(pack.shape.numel() for pack in packs.values())
+        numbers = self.gradients.planned * sum(pack.shape.numel() for pack in packs.values())
         if numbers * like.element_size() > _memory(like.device):
             return {}
         shares = (self.shares * (self.anchors.scale / self.gradients.scale)).to(like)

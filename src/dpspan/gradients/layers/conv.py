@@ -1,6 +1,5 @@
 """nn.Conv1d, Conv2d and Conv3d with groups, stride, dilation and every padding mode."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from dpspan.gradients.layers.terms import (
     joined,
     joined_pairs,
     kept,
+    merged_rows,
 )
 from dpspan.gradients.numerics import Arithmetic, SquaredNorms, full_precision, squared_norms
 
@@ -124,11 +124,11 @@ class Patches(Factored):
             total = total + left.transpose(1, 2) @ right
         return total.flatten()
 
-    def compact(self) -> Term:
+    def compact(self, planned: int) -> Term:
         stored = self.x.shape[1:].numel() + self.b.shape[1:].numel()
         limit = _CPU_ROWS_KEPT_BYTES if self.x.device.type == "cpu" else _GPU_ROWS_KEPT_BYTES
         size = self.weight.numel()
-        return compact(self, size, size if self.samples * size * 4 <= limit else stored)
+        return compact(self, size, size if planned * size * 4 <= limit else stored)
 
     def rows_to_keep(self, start: int, stop: int) -> Tensor:
         x, b = full_precision(self.x[start:stop]), full_precision(self.b[start:stop])
@@ -140,13 +140,7 @@ class Patches(Factored):
         return kernels.patch_products(F.pad(x, pad), b, self.weight[2:], self.stride, self.dilation)
 
     def merged(self, groups: Groups) -> Rows:
-        def rows(i: int, j: int) -> Tensor:
-            start, stop, part = groups.between(i, j)
-            return part.added_up(self.rows_to_keep(start, stop))
-
-        samples = groups.samples(self.samples)
-        numbers = math.ceil(self.samples / max(1, samples)) * self.weight.numel()
-        return Rows(by_blocks(rows, samples, numbers, self.x))
+        return merged_rows(self, groups, self.weight.numel())
 
     def compress(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if self.groups > 1:  # carriers would mix what the groups keep apart

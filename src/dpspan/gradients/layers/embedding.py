@@ -59,8 +59,7 @@ class Lookup(Factored):
     def _kernel(self, other: Self) -> Tensor | None:
         """⟨b, b'⟩ over pairs of equal indices, where that is cheaper than rows."""
         n, m, width = self.samples, other.samples, self.b.shape[2]
-        kernel_cost = COST_OF_FLOAT64 * n * m * self.depth * other.depth
-        if kernel_cost > (n + m + n * m) * self.entries:
+        if COST_OF_FLOAT64 * self.depth * other.depth > self.entries:  # as of linear layers
             return None
         b, index = other.b.double().flatten(0, 1), other.index.flatten()
 
@@ -72,7 +71,7 @@ class Lookup(Factored):
 
         return by_blocks(products, n, 2 * self.depth * b.shape[0], b)
 
-    def compact(self) -> Term:
+    def compact(self, planned: int) -> Term:
         depth, width = self.b.shape[1:]
         return compact(self, self.entries * width, depth * (width + 1))
 

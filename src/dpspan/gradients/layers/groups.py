@@ -1,6 +1,6 @@
 """Which rows of a batch are one sample: the views of a record, or the records of a unit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Self
@@ -37,12 +37,8 @@ class Ragged:
 
     counts: tuple[int, ...]
     times: int
+    most: int  # rows that a unit can have: how many the largest here has is private
     device: torch.device
-
-    @property
-    def most(self) -> int:
-        """Rows of the largest."""
-        return max(self.counts, default=1) * self.times
 
     @cached_property
     def _sizes(self) -> Tensor:
@@ -67,7 +63,7 @@ class Ragged:
         return x.new_zeros(len(self.counts), *x.shape[1:]).index_add_(0, self._owners, x)
 
     def in_line(self, x: Tensor) -> Tensor:
-        """Units with fewer rows than the largest are filled up with zeros."""
+        """Units with fewer rows than one can have are filled up with zeros."""
         sizes = self._sizes * self.times
         first = sizes.cumsum(0) - sizes
         place = torch.arange(len(x), device=x.device) - first[self._owners]
@@ -77,7 +73,7 @@ class Ragged:
 
     def between(self, start: int, stop: int) -> tuple[int, int, "Ragged"]:
         ends = [0, *accumulate(count * self.times for count in self.counts)]
-        part = Ragged(self.counts[start:stop], self.times, self.device)
+        part = replace(self, counts=self.counts[start:stop])
         return ends[start], ends[stop], part
 
 

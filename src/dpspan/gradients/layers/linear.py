@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from dpspan.gradients.layers.groups import Groups
+from dpspan.gradients.layers.groups import Groups, Ragged
 from dpspan.gradients.layers.terms import (
     COST_OF_FLOAT64,
     Factored,
@@ -18,6 +18,7 @@ from dpspan.gradients.layers.terms import (
     compact,
     joined,
     kept,
+    merged_rows,
 )
 from dpspan.gradients.numerics import (
     Arithmetic,
@@ -58,9 +59,8 @@ class Outer(Factored):
     def _kernel(self, other: Self) -> Tensor | None:
         """⟨a, a'⟩⟨b, b'⟩ summed over both sequences, where that is cheaper than rows."""
         n, m, d_in, d_out = self.samples, other.samples, self.a.shape[2], self.b.shape[2]
-        kernel_cost = n * m * self.depth * other.depth * (d_in + d_out)
-        rows_cost = (n * self.depth + m * other.depth + n * m) * d_in * d_out
-        if COST_OF_FLOAT64 * kernel_cost > rows_cost:
+        # By the cost of one pair of many: how many there are is private (see `compact`).
+        if COST_OF_FLOAT64 * self.depth * other.depth * (d_in + d_out) > d_in * d_out:
             return None
         a, b = (x.double().flatten(0, 1) for x in (other.a, other.b))
 
@@ -72,11 +72,14 @@ class Outer(Factored):
 
         return by_blocks(products, n, 2 * self.depth * b.shape[0], b)
 
-    def compact(self) -> Term:
+    def compact(self, planned: int) -> Term:
         d_in, d_out = self.a.shape[2], self.b.shape[2]
         return compact(self, d_in * d_out, self.depth * (d_in + d_out))
 
     def merged(self, groups: Groups) -> Term:
+        d_in, d_out = self.a.shape[2], self.b.shape[2]
+        if isinstance(groups, Ragged) and d_in * d_out <= groups.most * self.depth * (d_in + d_out):
+            return merged_rows(self, groups, d_in * d_out)
         # A sum over the sequences of several rows is one over a longer sequence.
         return Outer(*map(groups.in_line, (self.a, self.b)))
 

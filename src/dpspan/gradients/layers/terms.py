@@ -7,6 +7,7 @@ a module called twice, or a weight tied between modules, gives several.
 from __future__ import annotations
 
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -115,8 +116,12 @@ class Term(ABC):
         floats = {n: x.double() for n, x in tensors.items() if x.is_floating_point()}
         return replace(self, **floats)  # type: ignore[type-var]
 
-    def compact(self) -> Term:
-        """The form in which it is kept until the step: its rows, where that pays."""
+    def compact(self, planned: int) -> Term:
+        """The form in which it is kept until the step: its rows, where that pays.
+
+        Forms have bounds of their own, so none may be chosen by how many samples there are, which
+        is private: one more would change the clip of all. `planned` is how many to plan for.
+        """
         return self
 
     @abstractmethod
@@ -339,6 +344,18 @@ def _all(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     """The parts side by side, if none is missing."""
     known = [part for part in parts if part is not None]
     return torch.cat(known, dim=dim) if len(known) == len(parts) else None
+
+
+def merged_rows(term: Term, groups: Groups, size: int) -> Rows:
+    """The rows of a term, `size` numbers each, those of a sample added up."""
+
+    def rows(i: int, j: int) -> Tensor:
+        start, stop, part = groups.between(i, j)
+        return part.added_up(term.rows_to_keep(start, stop))
+
+    samples = groups.samples(term.samples)
+    numbers = math.ceil(term.samples / max(1, samples)) * size
+    return Rows(by_blocks(rows, samples, numbers, term.rows(0, 0)))
 
 
 def compact(term: Term, row_size: int, stored: int) -> Term:

@@ -1,0 +1,136 @@
+"""What a record counts does not depend on which others are in its batch, not even by rounding.
+
+Each case has gradients whose terms nearly cancel, so that bounds of different forms (rows, factors,
+kernels) are far apart, and a number of records at which the cheaper form changes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpspan
+from dpspan.engine.private_step import PrivateRun
+
+ROUNDING = 1e-3  # of C
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The sums of each step, as they are before the noise."""
+    found: list[dict[str, Tensor]] = []
+    release = PrivateRun._release
+
+    def spied(self: PrivateRun, total: dict[str, Tensor]) -> Any:
+        found.append({name: value.double().clone() for name, value in total.items()})
+        return release(self, total)
+
+    monkeypatch.setattr(PrivateRun, "_release", spied)
+    return found
+
+
+def step(model: nn.Module, x: Tensor, loss: Any, **options: Any) -> None:
+    """One step of all records, with next to no noise."""
+    engine = dpspan.PrivacyEngine(accountant="rdp")
+    given: dict[str, Any] = {"method": dpspan.DPSGD(clip=1.0), "loss_reduction": "sum", **options}
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x), batch_size=60),
+        noise_multiplier=1e-6,
+        sample_rate=1.0,
+        expected_batch_size=60.0,
+        **given,
+    )
+    for (inputs,) in loader:
+        loss(model(inputs)).backward()
+        optimizer.step()
+        break
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
+    return float(sum((after[n] - before[n]).square().sum() for n in before) ** 0.5)
+
+
+def alternating(size: int, rest: float) -> Tensor:
+    """Signs that add up to `rest`."""
+    signs = torch.ones(size, size)
+    signs.view(-1)[1::2] = -1
+    signs.view(-1)[0] += rest
+    return signs
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_of_a_convolution_are_kept_by_public_numbers(released: list[Any]) -> None:
+    """Of 4,608 weights 455 rows are 8 MiB, which is what a CPU keeps."""
+    big = 100.0
+    signs = alternating(6, 1 / (big * (16 * 9 * 32) ** 0.5))  # gradients about 1 long
+    for records in (455, 456):
+        torch.manual_seed(0)
+        model, x = nn.Conv2d(16, 32, 3, bias=False), torch.full((records, 16, 8, 8), big)
+        step(model, x, lambda outputs: (outputs * signs).sum())
+    assert moved(*released) < 1 + ROUNDING
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_inner_products_take_a_form_by_public_numbers(released: list[Any]) -> None:
+    """GEP's residual has another bound by kernels, which were cheaper up to 60 records."""
+    draw = torch.Generator().manual_seed(0)
+    base = torch.linalg.qr(torch.randn(16, 16, generator=draw))[0]
+    weights = nn.functional.normalize(torch.randn(2, 80, generator=draw))
+    public = (torch.randn(30, 4, generator=draw) @ base[:4]).view(30, 2, 8)
+
+    def losses(outputs: Tensor) -> Tensor:
+        return (outputs * weights).sum((1, 2))
+
+    method = dpspan.GEP(
+        public=public,
+        rank=4,
+        clip=1.0,
+        residual_clip=1.0,
+        public_loss=lambda model, x: losses(model(x)),
+    )
+    for records in range(57, 64):
+        torch.manual_seed(0)
+        x = (1e4 * base[0] + 0.99 * base[7]).view(1, 2, 8).repeat(records, 1, 1)
+        model = nn.Linear(8, 80, bias=False)
+        step(model, x, lambda outputs: losses(outputs).sum(), method=method)
+    for before, after in pairwise(released):
+        assert moved(before, after) < 2**0.5 + ROUNDING  # both parts by one clip each
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("width", [40, 400])  # rows, and factors
+def test_a_large_unit_of_zero_gradient_moves_nobody(released: list[Any], width: int) -> None:
+    direction = nn.functional.normalize(torch.ones(width), dim=0)
+    big = 100.0
+    outputs = torch.tensor([1.0, -1.0, 1.0, -1.0 + 0.99 / big])[:, None] * direction
+    x = (big * direction).expand(50, 4, width)
+    for more in (0, 16):
+        torch.manual_seed(0)
+        step(
+            nn.Linear(width, width, bias=False),
+            torch.cat([x, torch.zeros(more, 4, width)]),
+            lambda found: (found * outputs).sum((1, 2)).mean(),
+            unit=[*range(50), *[50] * more],
+            loss_reduction="mean",
+        )
+    assert moved(*released) < 0.01  # 1/n is rounded, and what nearly cancels shows it
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_finite_does_not_depend_on_the_size_of_a_mean(released: list[Any]) -> None:
+    """A mean over 11 shows gradients of which a mean over 10 shows infinities."""
+    for size in torch.logspace(18.5, 20.5, 41).tolist():
+        released.clear()
+        for records in (10, 11):
+            model, x = nn.Linear(4, 2, bias=False), torch.zeros(records, 4)
+            nn.init.zeros_(model.weight)
+            x[:, 0] = size
+            step(model, x, lambda outputs: outputs[:, 0].mean(), loss_reduction="mean")
+        assert moved(*released) < 1 + ROUNDING, size
