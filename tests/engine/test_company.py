@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpspan
 from dpspan.engine.private_step import PrivateRun
+from dpspan.support.errors import CaptureError
 
 ROUNDING = 1e-3  # of C
 
@@ -134,3 +135,52 @@ def test_what_is_finite_does_not_depend_on_the_size_of_a_mean(released: list[Any
             x[:, 0] = size
             step(model, x, lambda outputs: outputs[:, 0].mean(), loss_reduction="mean")
         assert moved(*released) < 1 + ROUNDING, size
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("how", ["bf16", "fp16", "autocast", "loss inside"])
+def test_a_mean_in_half_precision_is_not_rounded_for_all_alike(
+    released: list[Any], how: str
+) -> None:
+    """1/n in half precision is off by up to 2⁻⁹, in the gradients of all n records alike."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(how, torch.float32)
+    base = 0.1 * torch.randn(1, 8, generator=torch.Generator().manual_seed(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4, dtype=dtype)
+            self.criterion = nn.CrossEntropyLoss()
+
+        def forward(self, x: Tensor) -> Any:
+            outputs = self.layer(x)
+            return self.loss(outputs.float()) if how == "loss inside" else outputs
+
+        def loss(self, outputs: Tensor) -> Tensor:
+            return self.criterion(outputs, torch.zeros(len(outputs)).long())
+
+    def loss(outputs: Tensor) -> Tensor:
+        return outputs if how == "loss inside" else model.loss(outputs)
+
+    for records in range(1024, 1032):
+        model = Model()
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how in ("autocast", "loss inside")):
+            step(model, base.expand(records, 8).to(dtype), loss, loss_reduction="mean")
+    assert max(moved(*pair) for pair in pairwise(released)) < 1 + 0.01
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mean_in_half_precision_comes_by_way_of_the_outputs() -> None:
+    class Parts(nn.Sequential):
+        pass
+
+    model = Parts(nn.Linear(4, 3), nn.Linear(3, 2)).bfloat16()
+    with pytest.raises(CaptureError, match="not used in a call of the model itself"):
+        step(
+            model,
+            torch.randn(9, 4).bfloat16(),
+            lambda _: model[1](model[0](torch.ones(9, 4).bfloat16())).mean(),
+            loss_reduction="mean",
+        )

@@ -37,7 +37,15 @@ from dpspan.accounting.questions import private_metric
 from dpspan.app.config import Config, load_config
 from dpspan.app.config.methods import ConvexSection
 from dpspan.app.run.folder import RunFolder
-from dpspan.app.run.from_config import Parts, chosen_public, contender_of, make_parts, task_of
+from dpspan.app.run.from_config import (
+    Parts,
+    chosen_public,
+    contender_of,
+    evaluation_of,
+    make_parts,
+    task_of,
+)
+from dpspan.app.run.resumable import DIVERGED
 from dpspan.app.run.task import Task
 from dpspan.app.run.training import Training, measured, outputs_on
 from dpspan.engine.checkpoint import load_file, save_file
@@ -195,7 +203,7 @@ class _Search:
         choosing = config.choose is not None
         chosen = chosen_public(config, parts, folder)["chosen"] if choosing else None
         test = parts.test.dataset if parts.test is not None and config.data.test_is_public else None
-        task = task_of(config, parts.private, test)
+        task = task_of(config, parts.private, test, parts)
         assert isinstance(task.budget, Budget)
         ledger = folder.open_ledger("rdp", task.budget)
         if goes_on and state["done"] and not ledger.events:
@@ -297,6 +305,10 @@ class _Search:
         """The best try as an ordinary run; the rest is removed."""
         folder, ledger, best = self.folder, self._ledger, self.state["best"]
         config, told, delta = self._tuned(best["found"]), best["certificate"], self._budget.delta
+        self._task.preparation.put_on(ledger)
+        if self._task.test is not None:
+            tested = PublicData.of(self._task.test, name="test")
+            ledger.declare_public(tested.name, tested.digest, tested.count, "measured on")
         for each in told["public"]:
             ledger.declare_public(each["name"], each["sha256"], each["count"], each["detail"])
         if (name := self.asked["score_on"]) is not None:
@@ -313,9 +325,7 @@ class _Search:
             "score_noise_multiplier": self.state["score_noise"],
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
-        training = {**told["training"], "tuning": about}
-        if self._parts.columns is not None:
-            training["preprocessing"] = self._parts.columns.summary()
+        training = {**told["training"], "tuning": about, **self._task.preparation.summary()}
         document = certificate(ledger, delta=delta, training=training)
         document["digests"]["configuration"] = sha256_of(config.fixed())
         spent = {"epsilon": document["epsilon"], "delta": delta}
@@ -332,9 +342,17 @@ class _Search:
         folder.append(folder.metrics, [plain(line)])
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         folder.write_text(folder.config, str(text))
-        shape = self._task.sample_shape
-        done: dict[str, Any] = {"status": "finished", "diverged": None, "sample_shape": shape}
-        folder.write_facts(settings=config.fixed(), seed=config.training.seed, **done)
+        folder.write_about(config.report)
+        results = evaluation_of(config, self._parts).results(self._task, model, {})
+        folder.write_json(folder.evaluation, results)
+        diverged = best["score"] == _DIVERGED  # each try did
+        folder.write_facts(
+            settings=config.fixed(),
+            seed=config.training.seed,
+            status="diverged" if diverged else "finished",
+            diverged=DIVERGED if diverged else None,
+            sample_shape=self._task.sample_shape,
+        )
         shutil.rmtree(_file_in(folder).parent)
         return Tuned(
             folder=folder.path,

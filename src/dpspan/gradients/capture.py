@@ -12,21 +12,22 @@ Parameters are known by module and name: a sharded model exchanges them for othe
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from dpspan.gradients.batch import ExpectedBatch
 from dpspan.gradients.graphs import Graphs
 from dpspan.gradients.layers import own_parameters, rule_for
-from dpspan.gradients.layers.groups import Alike, Groups, Ragged
+from dpspan.gradients.layers.groups import Ragged
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
 from dpspan.gradients.layers.terms import Rows, Term, only_first, weighted
 from dpspan.gradients.layout import joined
-from dpspan.gradients.numerics import plain_arithmetic
+from dpspan.gradients.numerics import full_precision, plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.planning import CaptureErrorAt, Planner
 from dpspan.gradients.stand_in import Hook, StandIn, _get_nothing, _own_forward, captures_on
@@ -37,51 +38,6 @@ from dpspan.support.sharded import Shards, shards_itself
 
 # Models that 0.1 pickled look for the private ones here.
 __all__ = ["Capture", "Hook", "_get_nothing", "_own_forward", "captures_on"]
-
-
-@dataclass
-class _Batch:
-    """A batch whose gradients are expected, and what it has brought."""
-
-    rows: int
-    views: int = 1  # rows that belong to one record
-    units: tuple[int, ...] | None = None  # records that belong to one sample, if not one each
-    largest: int | None = None  # records that a unit can have; None: that one here has
-    planned: int | None = None  # rows to plan for: how many there are is private
-    scale: float = 1.0  # what gradients are multiplied by
-    live: int | None = None  # the samples in front that count, if others fill up the batch
-    discard: bool = False
-    everywhere: bool = False  # whether every process has the same samples
-    carriers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    graphs: Graphs | None = None
-    terms: dict[str, list[Term]] = field(default_factory=dict)
-    heard: bool = False  # whether a backward pass has reached it
-    called: bool = False  # whether `graphs` was asked for it
-
-    ragged: dict[Any, Ragged] = field(default_factory=dict)
-
-    @property
-    def samples(self) -> int:
-        return self.rows // self.views if self.units is None else len(self.units)
-
-    def groups(self, rows: int, term: Term) -> Groups | None:
-        """What belongs together of a term with so many rows a record; None: every row is alone."""
-        if self.units is None:
-            return None if rows == 1 else Alike(rows)
-        largest = max(self.units, default=1) if self.largest is None else self.largest
-        if rows == largest == 1:
-            return None
-        device = term.rows(0, 0).device
-        made = Ragged(self.units, rows, rows * largest, device)
-        return self.ragged.setdefault((rows, device), made)
-
-    def put(self, name: str, term: Term) -> None:
-        """Add a term to those of this name."""
-        terms = self.terms.setdefault(name, [])
-        if terms and isinstance(terms[-1], Rows) and isinstance(term, Rows):
-            terms[-1] = Rows(terms[-1].values + term.values)
-        else:
-            terms.append(term)
 
 
 class Capture:
@@ -96,8 +52,9 @@ class Capture:
         for name, first, module in _trainable(model):
             self._names[name] = first
             self._owners.setdefault(first, (module, name.rpartition(".")[2]))
-        self._batch: _Batch | None = None
+        self._batch: ExpectedBatch | None = None
         self.inside_unit = False  # torch.func runs a module: the stand-ins inside keep still
+        self.inside_call = False  # of the model
         self.sees_batch = False  # inside a call of the model that was given the batch
         self.anchors: dict[torch.device, Tensor] = {}
         others = captures_on(model)
@@ -158,18 +115,18 @@ class Capture:
         Of a parameter with `carriers` only its gradient's images in them are kept (see
         `PerSampleGradients.compress`): a layer's input is let go during the backward pass.
         """
-        self._batch = _Batch(
-            samples * views,
-            views,
-            units,
-            largest,
-            None if planned is None else planned * views,
-            scale,
-            live,
-            discard,
-            everywhere,
-            carriers or {},
-            graphs,
+        self._batch = ExpectedBatch(
+            rows=samples * views,
+            views=views,
+            units=units,
+            largest=largest,
+            planned=None if planned is None else planned * views,
+            scale=scale,
+            live=live,
+            discard=discard,
+            everywhere=everywhere,
+            carriers=carriers or {},
+            graphs=graphs,
         )
         self._watch_all()  # parameters may have been exchanged since
         if "torch._dynamo" in sys.modules:  # something may have been compiled
@@ -227,7 +184,7 @@ class Capture:
     def rehearsal(self, samples: int, *, carried: bool = False) -> AbstractContextManager[None]:
         """A run of so many samples, the same in all processes, that leaves no trace."""
         views, carriers = self.batch.views, self.batch.carriers if carried else {}
-        batch = _Batch(samples * views, views, everywhere=True, carriers=carriers)
+        batch = ExpectedBatch(samples * views, views, everywhere=True, carriers=carriers)
         return meanwhile(self, _batch=batch)
 
     def recording(self) -> AbstractContextManager[None]:
@@ -265,7 +222,7 @@ class Capture:
         return self._batch is not None and self._batch.heard
 
     @property
-    def batch(self) -> _Batch:
+    def batch(self) -> ExpectedBatch:
         assert self._batch is not None
         return self._batch
 
@@ -283,16 +240,41 @@ class Capture:
     @contextmanager
     def call_of_model(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Around a call of the whole model."""
-        before = self.sees_batch
+        before = self.sees_batch, self.inside_call
+        self.inside_call = True
         if self.active:
             if not self.shards:  # which are watched as they are kept and as they are gathered
                 self._watch_all()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.sees_batch = any(x.shape[:1] == (self.rows,) for x in tensors)
+            # In half precision 1/n would be rounded, for all records alike, before it is undone.
+            halves = (torch.float16, torch.bfloat16)
+            cast = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+            low = cast or any(p.dtype in halves for p in self.trained().values())
+            self.batch.at_outputs = low and self.batch.scale != 1
         try:
             yield
         finally:
-            self.sees_batch = before
+            self.sees_batch, self.inside_call = before
+
+    def handed_out(self, outputs: Any) -> Any:
+        """What a call of the model gives, in float32 where its gradient is multiplied there."""
+        if not self.active or not self.batch.at_outputs:
+            return outputs
+        leaves, structure = tree_flatten(outputs)
+        known = (Tensor, bool, int, float, str, bytes, type(None))
+        if strange := [type(x).__name__ for x in leaves if not isinstance(x, known)]:
+            raise CaptureError(
+                f"In half precision with a mean loss the model's outputs have to be tensors, in "
+                f"tuples, lists or dictionaries, got a {strange[0]}. Take loss_reduction='sum', "
+                "or float32."
+            )
+        scale = self.batch.scale
+        scaled = [
+            _Scaled.apply(x, scale) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+            for x in leaves
+        ]
+        return tree_unflatten(scaled, structure)
 
     def unit_runs(self) -> AbstractContextManager[None]:
         """Around a run of a module that torch.func takes as a whole, or of a plain one."""
@@ -399,14 +381,14 @@ class Capture:
 
     def listen(self, output: Tensor, path: str, receive: Callable[[Tensor], None]) -> Tensor:
         """`output`, arranged so that `receive` gets its gradient in the backward pass."""
-        batch = self.batch
+        batch, inside = self.batch, self.inside_call
 
         def heard(grad: Tensor) -> None:
             self.check_backward(path, batch)
             batch.heard = True
             if not batch.discard:
                 with plain_arithmetic():
-                    receive(grad if batch.scale == 1 else grad * batch.scale)
+                    receive(self._own_size(path, grad, inside))
 
         if output.requires_grad and not output._is_view():
             output.register_hook(heard)
@@ -417,13 +399,25 @@ class Capture:
         tapped: Tensor = _Tap.apply(self.anchor(output.device), output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
+    def _own_size(self, path: str, grad: Tensor, inside: bool) -> Tensor:
+        """The gradient of each record's own loss."""
+        batch = self.batch
+        if batch.scale == 1 or (batch.at_outputs and inside):
+            return grad
+        if grad.dtype in (torch.float16, torch.bfloat16):
+            raise CaptureError(
+                f"Layer '{path}' has gradients in half precision, of a mean, and was not used in a "
+                "call of the model itself. Call the model, take loss_reduction='sum', or float32."
+            )
+        return grad * batch.scale
+
     def anchor(self, device: torch.device) -> Tensor:
         """A number that has a gradient, and so has what depends on it."""
         if device not in self.anchors:
             self.anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self.anchors[device]
 
-    def check_backward(self, path: str, batch: _Batch) -> None:
+    def check_backward(self, path: str, batch: ExpectedBatch) -> None:
         """Refuse a backward pass that is of another batch than the expected one, or is no end."""
         if batch is not self._batch:
             raise CaptureError(
@@ -473,6 +467,19 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         ctx.heard(grad)
         return None, grad, None
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, in at least float32, on whose way back gradients are multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype = scale, x.dtype
+        return full_precision(x.data)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.scale).to(ctx.dtype), None
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

@@ -85,8 +85,8 @@ class StandIn(InPlaceOf):
         with capture.call_of_model(args, kwargs):
             graphs = capture.batch.graphs if capture.active else None
             if graphs is not None:
-                return graphs.call(capture, self._alone, args, kwargs)
-            return self._alone(*args, **kwargs)
+                return capture.handed_out(graphs.call(capture, self._alone, args, kwargs))
+            return capture.handed_out(self._alone(*args, **kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         capture = self.capture

@@ -126,7 +126,7 @@ def membership(
     check_exists(run)
     from dpspan.app.config import load_config
     from dpspan.app.run import RunFolder
-    from dpspan.app.run.from_config import make_parts
+    from dpspan.app.run.from_config import make_parts, task_of
     from dpspan.app.run.models import load_weights
     from dpspan.audit import membership_inference
 
@@ -145,7 +145,11 @@ def membership(
         raise ValueError(f"The attack compares private records with {others}.")
     load_weights(parts.model, folder.model)
     result = membership_inference(
-        parts.model, parts.private.tensors, parts.test.tensors, seed=settings.training.seed
+        parts.model,
+        parts.private.tensors,
+        parts.test.tensors,
+        criterion=task_of(settings, parts.private, None).criterion,
+        seed=settings.training.seed,
     )
     outcome = {f"unprivate_{name}": value for name, value in asdict(result).items()}
     with folder.locked():

@@ -132,7 +132,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
             paid = read_json(folder.ledger)
         folder.write_about(first.report)
     assert parts.test is not None
-    task = task_of(first, parts.private, parts.test.dataset)
+    task = task_of(first, parts.private, parts.test.dataset, parts)
     contenders = [
         contender_of(name, config, parts.public, steps=task.steps, chosen=chosen, paid=paid)
         for name, config in settings.items()

@@ -129,6 +129,7 @@ def train(task: Task, contender: Contender, seed: int, folder: RunFolder) -> Non
     notes = [note(count)] if (count := trainings(row.parent, row.name)) else []
     run = Run(**about, folder=folder, settings=settings_of(**about), lines=_LINES, notes=notes)
     with files.locked(folder.path):  # of its own: it may outlive the process that asked for it
+        folder.keep_columns(task.preparation.columns)
         if contender.method is None:
             run.train_on_public()
         else:

@@ -166,8 +166,9 @@ def label(metric: str) -> str:
 
 
 def ending(facts: Mapping[str, Any]) -> str:
-    """How the run with this `run.json` ended; 0.1 wrote down no status."""
-    return "diverged" if facts.get("diverged") else facts.get("status") or "finished"
+    """How the run with this `run.json` ended; 0.1 wrote down no status, and at the end only."""
+    unknown = "stopped" if "version" in facts else "finished"
+    return "diverged" if facts.get("diverged") else facts.get("status") or unknown
 
 
 def ended_early(statuses: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ class Run:
     """One training run: its certificate, a line of metrics per epoch or so, its settings."""
 
     name: str
+    folder: str
+    same: str  # settings but the seed: what runs with the same have in common
     method: str  # what runs from scratch and after a warm start have in common
     warm: bool  # whether private steps came after a warm start
     seed: int | None
@@ -93,11 +96,15 @@ class Found:
 
     @property
     def groups(self) -> dict[str, list[Run]]:
-        """Runs that differ in their seed only."""
-        grouped: dict[str, list[Run]] = {}
+        """Runs that differ in their seed only, by name; with a folder where names are the same."""
+        grouped: dict[tuple[str, str], list[Run]] = {}
         for run in self.runs:
-            grouped.setdefault(run.name, []).append(run)
-        return grouped
+            grouped.setdefault((run.name, run.same), []).append(run)
+        names = Counter(name for name, _ in grouped)
+        return {
+            name if names[name] == 1 else f"{name} ({runs[0].folder})": runs
+            for (name, _), runs in grouped.items()
+        }
 
 
 def read(folders: Sequence[Path], *, include_unprivate: bool) -> Found:
@@ -156,6 +163,8 @@ def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], 
         text = folder.config.read_text(encoding="utf-8")
     return Run(
         name=name,
+        folder=str(folder.path),
+        same=json.dumps(_but_seed(about), sort_keys=True),
         method=json.dumps(about.get("method", name)),
         warm=bool(certificate["events"] and about.get("warm_start")),
         seed=about.get("seed"),
@@ -167,6 +176,14 @@ def _run(folder: RunFolder, certificate: dict[str, Any], shown: Callable[[Any], 
         audit=shown(read_json(folder.audit, {})),
         results=next((groups for key, groups in found.items() if key.endswith("results")), {}),
     )
+
+
+def _but_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a row of a comparison, or of a configuration."""
+    same = {name: value for name, value in settings.items() if name != "seed"}
+    if isinstance(training := same.get("training"), dict):
+        same["training"] = _but_seed(training)
+    return same
 
 
 def _certificate(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dpspan.app.run.folder import RunFolder, read_json
 from dpspan.app.run.models import _rehearse, device_of, new_model
 from dpspan.app.run.prospects import rehearsed
 from dpspan.app.run.resumable import Progress, Result, Run
-from dpspan.app.run.task import Contender, FixedNoise, Task, in_batches
+from dpspan.app.run.task import Contender, FixedNoise, Preparation, Task, in_batches
 from dpspan.app.section import read_text
 from dpspan.choose import Choice, choose_public
 from dpspan.public.data import PublicData
@@ -109,11 +109,9 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
             parts.layer.save(folder.features)
     shown = config.data.test_is_public or config.output.unprivate_metrics
     test = parts.test.dataset if parts.test is not None and shown else None
-    task, name = task_of(config, parts.private, test), folder.path.resolve().name
+    task, name = task_of(config, parts.private, test, parts), folder.path.resolve().name
     contender = contender_of(name, config, parts.public, steps=task.steps, chosen=chosen)
-    notes = [_EQUAL] * config.data.equal_rows_allowed
-    planned = config.data.preprocessing.values()
-    bounded = any(column.origin == "public rows" for column in planned)
+    notes: list[str] = []
     if not goes_on and processes.world == 1:
         known = list(parts.public.values())
         if test is not None and task.test_is_public:
@@ -126,16 +124,14 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         folder=folder,
         settings=config.fixed(),
         features=None if parts.layer is None else parts.layer.digest,
-        preprocessing=parts.columns,
         output=config.output,
         processes=processes,
         notes=notes,
-        described=[*parts.public.values()] if bounded else (),
-        evaluation=_evaluation(config, parts),
+        evaluation=evaluation_of(config, parts),
     )
 
 
-def _evaluation(config: Config, parts: Parts) -> Evaluation:
+def evaluation_of(config: Config, parts: Parts) -> Evaluation:
     """What is measured at the end; test data that are not public only if noise pays for it."""
     judge, tested, groups = config.evaluate, config.data.test, None
     if judge.by is not None and tested is not None and parts.test is not None:
@@ -283,8 +279,21 @@ def _layer(
     return layer.to(device)
 
 
-def task_of(config: Config, private: Loaded, test: Dataset[Any] | None) -> Task:
-    """What is learnt from the private samples."""
+def preparation_of(config: Config, parts: Parts) -> Preparation:
+    """What became of the data before anything is trained."""
+    planned = config.data.preprocessing.values()
+    bounded = any(column.origin == "public rows" for column in planned)
+    return Preparation(
+        notes=(_EQUAL,) * config.data.equal_rows_allowed,
+        described=tuple(parts.public.values()) if bounded else (),
+        columns=parts.columns,
+    )
+
+
+def task_of(
+    config: Config, private: Loaded, test: Dataset[Any] | None, parts: Parts | None = None
+) -> Task:
+    """What is learnt from the private samples; with all `parts`, what became of those before."""
     # Without a section that older folders do not know, if it is not used.
     shared = {"data", "model", "trainable"} | ({"features"} if config.features else set())
     return Task(
@@ -307,6 +316,7 @@ def task_of(config: Config, private: Loaded, test: Dataset[Any] | None) -> Task:
         device=device_of(config),
         sample_shape=private.shape,
         about=config.model_dump(mode="json", include=shared),
+        preparation=Preparation() if parts is None else preparation_of(config, parts),
     )
 
 

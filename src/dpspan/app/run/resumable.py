@@ -19,7 +19,6 @@ from dpspan.accounting.ledger import steps_beyond
 from dpspan.accounting.promises import Budget, weaknesses
 from dpspan.app.config import OutputSection
 from dpspan.app.data import optional
-from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.evaluation import Evaluation
 from dpspan.app.run.folder import ANEW, RunFolder, read_json, read_lines
 from dpspan.app.run.full_batch import FullBatch
@@ -31,7 +30,7 @@ from dpspan.public.overlap import encodings, refuse_overlap
 from dpspan.support.distributed import Processes
 from dpspan.support.strict_json import plain
 
-_DIVERGED = "the weights grew without bound: lower the learning rate"
+DIVERGED = "the weights grew without bound: lower the learning rate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +75,9 @@ class Run:
     # end. None for a line and a certificate each epoch.
     lines: int | None = None
     features: str | None = None  # the digest of the frozen layer that the data have been through
-    preprocessing: Preprocessing | None = None  # what became of the columns of tables
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
     notes: Sequence[str] = ()  # for the certificate, of what was done before
-    described: Sequence[PublicData] = ()  # public rows in which bounds of columns were found
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the model that comes out
 
     def __post_init__(self) -> None:
@@ -177,8 +174,7 @@ class Run:
 
     def _declare_public(self) -> None:
         """What the method does not declare itself."""
-        for data in self.described:
-            self._declare(data, "bounds and values of columns")
+        self.task.preparation.put_on(self._ledger)
         if self.task.test is not None and self.task.test_is_public:
             self._declare(PublicData.of(self.task.test, name="test"), "measured on")
 
@@ -316,9 +312,7 @@ class Run:
     def _certify(self, document: Mapping[str, Any]) -> None:
         """With the digest of the settings beside that of the ledger, and what columns became."""
         digests = {**document["digests"], "configuration": sha256_of(dict(self.settings))}
-        training = dict(document["training"])
-        if self.preprocessing is not None:
-            training["preprocessing"] = self.preprocessing.summary()
+        training = {**document["training"], **self.task.preparation.summary()}
         self.folder.write_certificate({**document, "training": training, "digests": digests})
 
     def _write_facts(self, status: Status | None) -> None:
@@ -326,7 +320,7 @@ class Run:
             settings=dict(self.settings),
             seed=self.seed,
             status=status,
-            diverged=_DIVERGED if status == "diverged" else None,
+            diverged=DIVERGED if status == "diverged" else None,
             sample_shape=self.task.sample_shape,
         )
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from dpspan.accounting.epsilon import check_accountant
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.promises import Budget
+from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.full_batch import FullBatch
 from dpspan.engine.plan import units_of
 from dpspan.engine.sampling import PoissonDraw
@@ -51,6 +52,26 @@ class FixedNoise:
     delta: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What became of the data before a run, and has to be on its certificate."""
+
+    notes: tuple[str, ...] = ()
+    described: tuple[PublicData, ...] = ()  # public rows in which bounds of columns were found
+    columns: Preprocessing | None = None  # what became of those of tables
+
+    def put_on(self, ledger: Ledger) -> None:
+        """The notes, and what is declared to be public."""
+        ledger.warn(*self.notes)
+        for data in self.described:
+            detail = "bounds and values of columns"
+            ledger.declare_public(data.name, data.digest, data.count, detail=detail)
+
+    def summary(self) -> dict[str, Any]:
+        """For the certificate's `training`."""
+        return {} if self.columns is None else {"preprocessing": self.columns.summary()}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
     """What is learnt, from which data, for how long and at what price; the same for everybody.
@@ -81,6 +102,7 @@ class Task:
         sample_shape: of one sample, which is public; kept with runs for whoever loads a model.
         about: public facts about data and model, as plain values: they are kept with every run,
             and a folder takes no runs of which they differ.
+        preparation: what became of the data before.
     """
 
     model: Callable[[], nn.Module]
@@ -104,6 +126,7 @@ class Task:
     device: str | torch.device = "cpu"
     sample_shape: tuple[int, ...] | None = None
     about: Mapping[str, Any] | None = None
+    preparation: Preparation = Preparation()
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "records", "physical_batch_size"):
