@@ -318,6 +318,23 @@ def test_a_step_counter_is_no_leak() -> None:
     assert int(model[0].calls) == engine.ledger.steps == 4
 
 
+def test_a_counter_of_records_is_a_leak() -> None:
+    """How many were drawn is private, and a buffer is saved with the model, without noise."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += len(x)
+            return x
+
+    _, model, optimizer, loader = setup(module=nn.Sequential(Counting(), nn.Linear(6, 2)))
+    with pytest.raises(CaptureError, match=r"'0\.seen' was changed by the private batch"):
+        train(model, optimizer, loader)
+
+
 def test_flattened_tokens_are_cut_between_samples() -> None:
     """As many ignored tokens in every sample: the mean over tokens is a mean over samples."""
     criterion = nn.CrossEntropyLoss()

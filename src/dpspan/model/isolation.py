@@ -141,9 +141,25 @@ class Stage(Rehearsal):
         changed = [n for n, b in after.items() if n not in before or not torch.equal(b, before[n])]
         if not changed:
             return set()
-        # Exchanged samples might leave a maximum as it is; a blank batch would not.
+        # Exchanged samples might leave a maximum as it is; a blank batch would not. And what counts
+        # records is the same for others, but not for one more.
         blank = self._buffers_after(replaced(self.call, self.paths, torch.zeros_like))
-        return {name for name in changed if name in blank and torch.equal(after[name], blank[name])}
+        more = self._buffers_of_one_more()
+        return {
+            name
+            for name in changed
+            if all(name in b and torch.equal(after[name], b[name]) for b in (blank, more or blank))
+        }
+
+    def _buffers_of_one_more(self) -> dict[str, Tensor] | None:
+        """After a forward pass of one record more; None if the model takes so many only."""
+        company = torch.cat([self.everybody, self.everybody[:1]])
+        with left_as_found(self.model, 0), self.capture.unit_runs():
+            try:
+                self._called(self.of(company))
+            except Exception:  # whatever it says may show private data
+                return None
+            return {name: b.clone() for name, b in self.model.named_buffers()}
 
     def check_scale(self) -> None:
         """A loss that the model returns must be the mean, or the sum, that the engine undoes."""
