@@ -146,6 +146,13 @@ def test_a_number_of_records_that_is_not_stated_is_told(folder: Path) -> None:
     assert dpspan.verify("run").holds
 
 
+def test_what_was_not_measured_on_private_batches_is_not_written(folder: Path) -> None:
+    train(described(folder, "gd", output={"folder": "run", "unprivate_metrics": True}))
+    run = RunFolder("run")
+    assert "unprivate" not in run.metrics.read_text()
+    assert not any("unprivate" in each for each in read_json(run.certificate)["warnings"])
+
+
 def test_units_are_protected(folder: Path) -> None:
     data = {**table(folder, 2), "unit": "who", "records": 200}
     with pytest.raises(ValueError, match=r"200 units of data\.test also occur in the private data"):
