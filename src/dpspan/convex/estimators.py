@@ -18,7 +18,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.events import pure_event
-from dpspan.accounting.ledger import RECORDS_TOLD, SETTINGS_SEARCHED, UNITS_TOLD, Ledger
+from dpspan.accounting.ledger import (
+    RECORDS_TOLD,
+    SETTINGS_SEARCHED,
+    UNITS_TOLD,
+    ZERO_OUT,
+    Ledger,
+)
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
@@ -32,7 +38,6 @@ from dpspan.support.processes import refuse_several_processes
 from dpspan.support.secure import SECURE
 from dpspan.support.units import Units
 
-_ZERO_OUT = "one {0} counted or not (then zero in every sum), the number of {0}s being fixed"
 _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "
     "by classes=[...] if it is not."
@@ -226,8 +231,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             told = RECORDS_TOLD if ledger.unit == "record" else UNITS_TOLD
             ledger.warn(
                 f"{told}: a fit divides by it, {divisor}, and its guarantee is for "
-                f"{_ZERO_OUT.format(ledger.unit)}. Give a public number by records= if it is a "
-                "secret"
+                f"{ZERO_OUT.format(ledger.unit)}. Give a public number by records= (data.records "
+                "of a configuration) if it is a secret"
             )
         ledger.warn(*weaknesses(None, self.delta, divisor, unit=ledger.unit), *task.warnings)
         if public is not None:
@@ -253,8 +258,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         }
         if fit.ledger.unit == "unit":
             training |= {"unit": "all records of one id", "records_per_unit": "all"}
-        adjacency = _ZERO_OUT.format(fit.ledger.unit) if self.records is None else None
-        return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
+        return certificate(fit.ledger, delta=self.delta, training=training)
 
 
 def _known(public: PublicRows, preparation: Preparation, private: Records) -> Records:
