@@ -32,7 +32,7 @@ from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
 from dpspan.convex.rows import Array, Rows, no_echo
 from dpspan.convex.scaling import Cuts, Preparation, Scaling, cut_points, scaling_of
-from dpspan.convex.transformers import PrivateScaler, fitted_before
+from dpspan.convex.transformers import PrivateScaler, fitted_before, keeps_nothing, searches
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.secure import SECURE
@@ -197,7 +197,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _opened(self, ledger: Ledger | None) -> Ledger:
         """With the price of what was fitted before, or a word that nothing pays for it."""
-        before, searches = fitted_before()
+        before, around = fitted_before(self)
         paid = [each for each in before if isinstance(each, PrivateScaler)]
         if ledger is None:
             epsilon = self.epsilon + sum(each.epsilon_ for each in paid)
@@ -212,10 +212,17 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             cure = "take PrivateScaler or PrivateImputer, or fit it to public rows and freeze it"
             warnings.warn(f"dpspan: not private: {told}: {cure} (FrozenEstimator).", stacklevel=3)
             ledger.invalidate(told)
-        for name in searches:
-            told = f"{SETTINGS_SEARCHED} by {name}; ε counts no scores and no fits on other ledgers"
-            warnings.warn(f"dpspan: {told}.", stacklevel=3)
+        for each in around:
+            name, uncounted = type(each).__name__, "no fits on other ledgers"
+            if searches(each):
+                told = f"{SETTINGS_SEARCHED} by {name}; ε counts no scores and {uncounted}"
+            else:
+                told = f"a {name} fitted the estimator; ε counts {uncounted}"
             ledger.warn(told)
+            if not (searches(each) or keeps_nothing(each)):
+                ledger.invalidate(f"a {name} keeps of private records what nothing pays for")
+                told = f"not private: {told}, nor what a {name} keeps of records: fit without it"
+            warnings.warn(f"dpspan: {told}.", stacklevel=3)
         same, theirs = self.accountant in (None, ledger.accountant), repr(ledger.accountant)
         cure = "Leave it out where you give a ledger."
         expect(same, f"accountant {theirs}, as the ledger has it", self.accountant, cure)
