@@ -231,6 +231,13 @@ def test_what_cannot_be_private_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "ledger.json").exists()
 
 
+def test_a_schedule_of_accumulation_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    schedule = lightning.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler counts batches"):
+        trainer(tmp_path, PrivateTraining(PRIVACY), schedule).fit(Automatic(), loader())
+    assert not (tmp_path / "ledger.json").exists()
+
+
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])
 def test_finders_that_train_without_privacy_are_refused(

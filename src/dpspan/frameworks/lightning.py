@@ -23,6 +23,7 @@ __all__ = ["Privacy", "PrivateTraining"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _FINDERS = {"LearningRateFinder", "BatchSizeFinder"}  # of either package
+_SCHEDULES = {"GradientAccumulationScheduler"}
 
 
 class PrivateTraining(Callback):
@@ -181,10 +182,12 @@ def _problems(trainer: Any, loader: Any, privacy: Privacy) -> Iterator[str]:
             f"precision='{trainer.precision}' scales the loss, or rounds what is released: use one "
             f"of {', '.join(_PRECISIONS)}"
         )
-    if trainer.accumulate_grad_batches != 1:
+    accumulating = ["accumulate_grad_batches"] * (trainer.accumulate_grad_batches != 1)
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    for name in (*accumulating, *sorted(_SCHEDULES & kinds)):
         yield (
-            "accumulate_grad_batches counts batches of a fixed size: leave it out, give the loader "
-            "the batch size of a step and PrivateTraining physical=, what fits"
+            f"{name} counts batches of a fixed size: leave it out, give the loader the batch size "
+            "of a step and PrivateTraining physical=, what fits"
         )
     if trainer.gradient_clip_algorithm == "value":
         yield "gradient_clip_algorithm='value' bounds no record: leave it out"
