@@ -193,6 +193,27 @@ def test_an_epoch_goes_on_in_the_middle_and_lost_steps_stay_charged(tmp_path: Pa
     assert any("1 steps were charged" in each for each in private.engine.ledger.warnings)
 
 
+def test_a_callback_that_resumed_a_fit_begins_another_one(tmp_path: Path) -> None:
+    saving = lightning.callbacks.ModelCheckpoint(str(tmp_path / "saved"), every_n_train_steps=2)
+    with pytest.raises(Interrupted):
+        interrupted = (PrivateTraining(PRIVACY), saving, StopBefore())
+        trainer(tmp_path / "a", *interrupted).fit(Automatic(), loader())
+    (path,) = map(str, (tmp_path / "saved").glob("*.ckpt"))
+    private = PrivateTraining(PRIVACY)
+
+    def begins(folder: str) -> None:
+        trainer(tmp_path / folder, private, max_epochs=2).fit(Automatic(), loader())
+        assert private.engine.ledger.steps == 2
+
+    with pytest.raises(Interrupted):
+        trainer(tmp_path / "a", private, StopAfter(3)).fit(Automatic(), loader(), ckpt_path=path)
+    begins("after an error")
+    trainer(tmp_path / "a", private).fit(Automatic(), loader(), ckpt_path=path)
+    begins("after the end")
+    trainer(tmp_path / "a", private).validate(Automatic(), HELD_OUT, ckpt_path=path, verbose=False)
+    begins("after a look")
+
+
 def test_a_module_whose_parts_are_called_is_trained_and_says_so(tmp_path: Path) -> None:
     private = PrivateTraining(PRIVACY)
     with pytest.warns(UserWarning, match="not called as a whole"):

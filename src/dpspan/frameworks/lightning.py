@@ -58,6 +58,7 @@ class PrivateTraining(Callback):
 
         pl_module.log = only_what_may_be_seen
         self._undo.callback(vars(pl_module).pop, "log")
+        self._undo.callback(setattr, self, "_saved", None)  # of a checkpoint, for one fit
         for callback in trainer.callbacks:
             callback.log = only_what_may_be_seen
 
