@@ -193,6 +193,27 @@ def test_an_epoch_goes_on_in_the_middle_and_lost_steps_stay_charged(tmp_path: Pa
     assert any("1 steps were charged" in each for each in private.engine.ledger.warnings)
 
 
+@pytest.mark.parametrize("options", [{}, {"min_epochs": 4}, {"min_steps": 4}])
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_resumed_fit_of_which_nothing_is_left_ends_with_a_certificate(
+    tmp_path: Path, after: int, options: dict[str, int]
+) -> None:
+    """The process was killed after the last step, and before the last checkpoint."""
+    given = {"every_n_train_steps": after, "save_top_k": -1}
+    saving = lightning.callbacks.ModelCheckpoint(str(tmp_path / "saved"), **given)
+    twice = {"max_epochs": 2}  # of four steps each
+    trainer(tmp_path, PrivateTraining(PRIVACY), saving, **twice).fit(Automatic(), loader(10))
+    (tmp_path / "certificate.json").unlink()
+    paths = [tmp_path / "saved" / f"epoch={(n - 1) // 4}-step={n}.ckpt" for n in (4, 6)]
+    for path in paths:
+        module, private = Automatic(), PrivateTraining(PRIVACY)
+        resumed = trainer(tmp_path, private, max_epochs=4, **options)
+        resumed.fit(module, loader(10), HELD_OUT, ckpt_path=str(path))
+        assert (module.seen, private.engine.ledger.steps) == ([], 8)
+        certificate = json.loads((tmp_path / "certificate.json").read_text())
+        assert any("steps were charged" in each for each in certificate["warnings"])
+
+
 def test_a_callback_that_resumed_a_fit_begins_another_one(tmp_path: Path) -> None:
     saving = lightning.callbacks.ModelCheckpoint(str(tmp_path / "saved"), every_n_train_steps=2)
     with pytest.raises(Interrupted):

@@ -426,6 +426,24 @@ def test_an_epoch_goes_on_in_the_middle(tmp_path: Path) -> None:
     assert [(line["step"], line["epoch"]) for line in measured] == [(3, 1.0), (6, 2.0)]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_resumed_run_of_which_nothing_is_left_ends_with_a_certificate(
+    tmp_path: Path, size: int
+) -> None:
+    """The process was killed after the last step, and before the last checkpoint."""
+    given = {**SAVING, "gradient_accumulation_steps": size, "num_train_epochs": 2 * size}
+    trainer(tmp_path, **given).train()
+    (tmp_path / "certificate.json").unlink()
+    last = max(int(each.name.split("-")[1]) for each in tmp_path.glob("checkpoint-*"))
+    for step in (2, 4):
+        resumed = trainer(tmp_path, **given)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.engine.ledger.steps == last
+        assert resumed.state.global_step == step
+        certificate = json.loads((tmp_path / "certificate.json").read_text())
+        assert any("steps were charged" in each for each in certificate["warnings"])
+
+
 def test_a_folder_with_a_run_is_not_used_again(tmp_path: Path) -> None:
     trainer(tmp_path, **SAVING).train()
     with pytest.raises(ValueError, match="tells of a private run"):

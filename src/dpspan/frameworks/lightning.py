@@ -87,6 +87,7 @@ class PrivateTraining(Callback):
         self.engine, source.instance = self._fit.engine, _FirstPieces(self._fit)
         pl_module.training_step = _in_pieces(trainer, pl_module, source.instance)
         self._undo.callback(vars(pl_module).pop, "training_step")
+        self.on_train_batch_end(trainer)  # there may be none to come
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if self._fit is not None and not self._fit.affordable:  # steps were lost, or these are all
@@ -132,6 +133,8 @@ class _FirstPieces:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.fit.left_of_epoch):
+            if not self.fit.affordable:  # where `min_epochs` or `min_steps` ask for more
+                return
             self.pieces = self.fit.pieces()
             batch, self.last = next(self.pieces)
             yield batch

@@ -211,7 +211,9 @@ class PrivateFit:
                 self._running = iter(self._loader)
 
     def end_epoch(self) -> None:
-        """After its last step: random numbers are as they were."""
+        """After its last step, or the last of all: random numbers are as they were."""
+        if self._loader.position < len(self._loader):
+            self._running.close()
         next(self._running, None)
 
     def add_piece(self) -> None:

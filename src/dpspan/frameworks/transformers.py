@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
@@ -138,9 +138,8 @@ class PrivateTrainer(Trainer):
             saved=self._saved,
         )
         self.engine = self._fit.engine
-        # One entry a step; what it stands for is drawn when the step is taken.
-        steps: Any = range(self._fit.steps_per_epoch)
-        return DataLoader(steps, batch_size=1, collate_fn=lambda _: {})
+        steps = _Steps(self._fit)
+        return DataLoader(steps, batch_size=1, sampler=steps, collate_fn=lambda _: {})
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
         """Run the pieces of a batch; after the last of them the loop takes the step."""
@@ -284,11 +283,30 @@ class _Criterion(nn.Module):
         return self._function(*args, **kwargs)
 
 
+class _Steps(Dataset[int]):
+    """One entry a step, in order; what it stands for is drawn when the step is taken."""
+
+    def __init__(self, fit: PrivateFit) -> None:
+        self._fit = fit
+
+    def __len__(self) -> int:
+        return self._fit.steps_per_epoch
+
+    def __getitem__(self, step: int) -> int:
+        return step
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self) if self._fit.affordable else 0))
+
+
 class _StopWhenSpent(TrainerCallback):
-    """Ends training where a run that lost steps cannot pay for all that are left."""
+    """Ends training where a run that lost steps cannot pay for all that are left, or for any."""
 
     def __init__(self, trainer: PrivateTrainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         fit = self._trainer._fit
