@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import dpspan
 from dpspan.mechanisms.noise import Noise
@@ -306,6 +306,43 @@ def test_choices_by_private_evaluation_data_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, PrivateTraining(PRIVACY), stop).fit(Automatic(), loader(), HELD_OUT)
     public = Privacy(epsilon=8.0, delta=1e-3, accountant="rdp", eval_is_public=True)
     trainer(tmp_path, PrivateTraining(public), stop).fit(Automatic(), loader(), HELD_OUT)
+
+
+PUBLIC = Privacy(epsilon=8.0, delta=1e-3, accountant="rdp", eval_is_public=True)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(HELD_OUT.dataset)
+
+
+def test_public_evaluation_data_are_on_the_certificate_and_hold_no_copies(tmp_path: Path) -> None:
+    for name, loaders, known in (
+        ("one", HELD_OUT, [60 - N]),
+        ("two", [HELD_OUT, DataLoader(HELD_OUT.dataset, batch_size=3)], [60 - N] * 2),
+        ("a stream", [HELD_OUT, DataLoader(Stream(), batch_size=20)], [60 - N]),
+        ("none", None, []),
+    ):
+        fitted = trainer(tmp_path / name, PrivateTraining(PUBLIC), max_epochs=1)
+        fitted.fit(Several(), loader(), loaders)
+        document = json.loads((tmp_path / name / "certificate.json").read_text())
+        assert [each["count"] for each in document["public"]] == known
+        assert all(each["detail"] == "measured on" for each in document["public"])
+        told = any("could not be read before training" in each for each in document["warnings"])
+        assert told == (name not in ("one", "two"))
+    copies = DataLoader([*HELD_OUT.dataset, *list(loader().dataset)[:2]], batch_size=20)
+    for loaders in (copies, [HELD_OUT, copies]):
+        private = PrivateTraining(PUBLIC)
+        with pytest.raises(ValueError, match=r"2 of the .*exact copies"):
+            trainer(tmp_path / "copies", private).fit(Several(), loader(), loaders)
+    assert not (tmp_path / "copies" / "ledger.json").exists()
+
+
+class Several(Automatic):
+    """With several loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
 
 
 def test_other_loaders_and_optimizers_are_refused(tmp_path: Path) -> None:

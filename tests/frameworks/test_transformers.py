@@ -332,8 +332,19 @@ def test_public_evaluation_data_keep_their_names_and_may_decide(tmp_path: Path) 
         ours.train()
     assert "eval_loss" in ours.state.log_history[0]
     assert not any("unprivate" in each for each in ours.engine.ledger.warnings)
+    (known,) = json.loads((tmp_path / "certificate.json").read_text())["public"]
+    assert (known["name"], known["count"]) == ("eval_dataset", 10)
+    assert known["detail"] == "measured on"
     with pytest.raises(ValueError, match="exact copies"):
         trainer(tmp_path / "copies", privacy=public, eval_dataset=sentences()[:3]).train()
+    two = {"a": sentences(10, length=6), "b": sentences(4, length=5)}
+    ours = trainer(tmp_path / "two", privacy=public, eval_dataset=two)
+    ours.train()
+    names = [each.name for each in ours.engine.ledger.public]
+    assert names == ["eval_dataset.a", "eval_dataset.b"]
+    unknown = trainer(tmp_path / "none", privacy=public)
+    unknown.train()
+    assert any("could not be read" in each for each in unknown.engine.ledger.warnings)
 
 
 def test_what_is_reported_elsewhere_is_the_same(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from dpspan.engine.engine import PrivacyEngine
@@ -82,6 +83,7 @@ class PrivateTraining(Callback):
             steps=lambda in_an_epoch: min(most, epochs * in_an_epoch),
             clip=None if stated else trainer.gradient_clip_val,
             saved=self._saved,
+            evaluation=_evaluation(trainer),
         )
         self._undo.callback(self._fit.close)
         self.engine, source.instance = self._fit.engine, _FirstPieces(self._fit)
@@ -145,6 +147,15 @@ class _FirstPieces:
 
     def load_state_dict(self, _: Any) -> None:
         return
+
+
+def _evaluation(trainer: Any) -> dict[str, Any]:
+    """The loaders by which it will validate; there may be several, in a list or by names."""
+    if not trainer.enable_validation:
+        return {}
+    given = trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader()
+    loaders = getattr(given, "flattened", None) or tree_leaves(given)
+    return {f"val_dataloader {place}": each for place, each in enumerate(loaders, start=1)}
 
 
 def _in_pieces(trainer: Any, pl_module: Any, batches: _FirstPieces) -> Any:

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
-from dpspan.public.data import PublicData, like
-from dpspan.public.overlap import refuse_overlap
+from dpspan.public.data import like
 from dpspan.support.left_as_found import left_as_found
 
 try:
@@ -115,12 +114,10 @@ class PrivateTrainer(Trainer):
             pin_memory=plain.pin_memory,
             persistent_workers=plain.persistent_workers,
         )
-        if self.privacy.eval_is_public and (held_out := self.eval_dataset) is not None:
-            sets = held_out.values() if isinstance(held_out, dict) else [held_out]
-            declared = (
-                PublicData.of(self.get_eval_dataloader(x), name="eval_dataset") for x in sets
-            )
-            refuse_overlap(loader, declared)
+        sets: Any = {} if self.eval_dataset is None else {"eval_dataset": self.eval_dataset}
+        if isinstance(self.eval_dataset, dict):
+            sets = {f"eval_dataset.{name}": each for name, each in self.eval_dataset.items()}
+        evaluation = {name: self.get_eval_dataloader(each) for name, each in sets.items()}
         self._shift = self._found_shift(loader)
         optimizer: Any = self.create_optimizer()
         default = TrainingArguments.max_grad_norm
@@ -136,6 +133,7 @@ class PrivateTrainer(Trainer):
             steps=lambda n: args.max_steps if args.max_steps > 0 else math.ceil(epochs * n),
             clip=None if stated else self._clip or None,
             saved=self._saved,
+            evaluation=evaluation,
         )
         self.engine = self._fit.engine
         steps = _Steps(self._fit)
