@@ -166,8 +166,17 @@ def test_a_number_of_records_that_is_not_stated_is_told(folder: Path) -> None:
     train(described(folder, "gd", data=data))
     document = read_json(RunFolder("run").certificate)
     assert document["discloses_number_of_records"]
-    assert any("State data.records" in each for each in document["warnings"])
+    assert any("data.records of a configuration" in each for each in document["warnings"])
+    assert document["adjacency"].startswith("one record counted or not")
+    assert document["training"]["divisor"] == 400
     assert dpspan.verify("run").holds
+
+
+def test_what_was_not_measured_on_private_batches_is_not_written(folder: Path) -> None:
+    train(described(folder, "gd", output={"folder": "run", "unprivate_metrics": True}))
+    run = RunFolder("run")
+    assert "unprivate" not in run.metrics.read_text()
+    assert not any("unprivate" in each for each in read_json(run.certificate)["warnings"])
 
 
 def test_units_are_protected(folder: Path) -> None:

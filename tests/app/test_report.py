@@ -21,6 +21,7 @@ from dpspan import DPSGD, GEP, Budget, Ledger, PrivacyEngine, WarmStart
 from dpspan.accounting.certificate import certificate, write_certificate
 from dpspan.accounting.epsilon import account, pld_epsilon
 from dpspan.accounting.events import event_from_json, pure_event, step_event
+from dpspan.accounting.ledger import ZERO_OUT
 from dpspan.app.comparison import Contender, Task, compare
 from dpspan.app.config import ReportSection
 from dpspan.app.report import best_guess, detection, render
@@ -286,6 +287,12 @@ class TestTotal:
         text = render([tmp_path], tmp_path / "r.html").read_text()
         assert "if all" not in text
         assert "What all runs cost together is not known" in text
+
+    def test_a_record_that_counts_as_zero_is_one_that_was_removed(self, tmp_path: Path) -> None:
+        recorded(tmp_path / "a", (self.STEP, 10))
+        recorded(tmp_path / "b", (self.OTHER, 30), adjacency=ZERO_OUT.format("record"))
+        expected = self.price((self.STEP, 10), (self.OTHER, 30))
+        assert self.together(tmp_path).epsilon == pytest.approx(expected, rel=1e-9)
 
     def test_a_ledger_that_is_none(self, tmp_path: Path) -> None:
         recorded(tmp_path, (self.STEP, 10))

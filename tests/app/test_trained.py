@@ -294,7 +294,9 @@ def test_the_model_card(folder: Path) -> None:
     train(config(folder, output={"folder": "run", "unprivate_metrics": True}))
     _, card, _ = export(dpspan.load_run("run"), "safetensors", "out")
     text, line = card.read_text(), dpspan.load_run("run").metrics
-    assert f"**ε = {line['epsilon']:.4g}** at δ = 1e-05, to add or remove one record" in text
+    assert (
+        f"**ε = {line['epsilon']:.4g}** at δ = 1e-05; adjacency: add or remove one record" in text
+    )
     assert f"- test accuracy: {line['test_accuracy']:.4g}\n" in text
     assert "unprivate_train_loss" in line
     assert "train loss" not in text

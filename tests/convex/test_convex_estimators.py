@@ -181,6 +181,15 @@ def test_a_model_that_0_1_has_pickled_is_read(fitted) -> None:
     np.testing.assert_array_equal(read.coef_, fitted.coef_)
 
 
+def test_a_ledger_that_holds_a_fit_with_fixed_n_promises_no_more_than_that() -> None:
+    x, y = table(300)
+    ledger = Ledger(accountant="rdp")
+    for records in (None, 250):
+        model = PrivateLogisticRegression(records=records, **QUICK).fit(x, y, ledger=ledger)
+        assert model.certificate_["adjacency"].startswith("one record counted or not")
+    assert Ledger.from_state(ledger.state_dict()).adjacency == ledger.adjacency
+
+
 def test_what_is_stated_in_advance_is_no_warning() -> None:
     x, y = table(300)
     model = PrivateLogisticRegression(classes=[0, 1], records=250, **QUICK).fit(x, y)

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.compose import ColumnTransformer
-from sklearn.feature_selection import SelectFromModel
+from sklearn.base import BaseEstimator
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.feature_selection import RFE, SelectFromModel
 from sklearn.frozen import FrozenEstimator
 from sklearn.impute import SimpleImputer
 from sklearn.model_selection import GridSearchCV
@@ -19,7 +21,12 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from dpspan import Budget, BudgetExceeded, Ledger
 from dpspan.accounting.events import pure_event
-from dpspan.convex import PrivateImputer, PrivateLogisticRegression, PrivateScaler
+from dpspan.convex import (
+    PrivateImputer,
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateScaler,
+)
 
 WIDE: dict[str, Any] = {"low": -50.0, "high": 50.0}
 
@@ -145,6 +152,74 @@ def test_an_estimator_may_stand_inside_of_a_step(step: Any, inside: Any, after: 
     assert not document["private"]
     found = {reason.split()[1] for reason in document["not_private_because"]}
     assert found == {"SimpleImputer", "StandardScaler"}
+
+
+def regression() -> PrivateLinearRegression:
+    return PrivateLinearRegression(epsilon=1.0, delta=1e-5, records=200, accountant="rdp")
+
+
+@pytest.mark.parametrize(
+    ("fits", "inside", "named"),
+    [
+        (
+            lambda: TransformedTargetRegressor(regression(), transformer=StandardScaler()),
+            lambda last: last.regressor_,
+            "StandardScaler",
+        ),
+        (
+            lambda: CalibratedClassifierCV(logistic(), cv=2),
+            lambda last: last.calibrated_classifiers_[0].estimator,
+            "CalibratedClassifierCV",
+        ),
+        (lambda: RFE(logistic()), lambda last: last.estimator_, "RFE"),
+        (
+            lambda: CalibratedClassifierCV(make_pipeline(Normalizer(), logistic()), cv=2),
+            lambda last: last.calibrated_classifiers_[0].estimator[-1],
+            "CalibratedClassifierCV",
+        ),
+        (lambda: Wrapper(logistic()), lambda last: last.model, "Wrapper"),
+    ],
+)
+def test_who_looks_at_private_records_beside_an_estimator_is_told(
+    fits: Any, inside: Any, named: str
+) -> None:
+    x, y = records(200)
+    with pytest.warns(UserWarning, match=f"not private: .*{named}"):
+        last = fits().fit(np.nan_to_num(x), y)
+    document = inside(last).certificate_
+    assert not document["private"]
+    assert [reason.split()[1] for reason in document["not_private_because"]] == [named]
+
+
+class Wrapper(BaseEstimator):
+    """Somebody's own, of which nobody knows what it keeps."""
+
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+
+    def fit(self, x: Any, y: Any) -> Wrapper:
+        self.model.fit(x, y)
+        return self
+
+
+@pytest.mark.parametrize(
+    ("fits", "inside"),
+    [
+        (lambda: OneVsRestClassifier(logistic()), lambda last: last.estimators_[0]),
+        (lambda: SelectFromModel(logistic()), lambda last: last.estimator_),
+        (
+            lambda: TransformedTargetRegressor(regression(), func=np.sqrt, inverse_func=np.square),
+            lambda last: last.regressor_,
+        ),
+    ],
+)
+def test_who_keeps_nothing_is_told_and_does_no_harm(fits: Any, inside: Any) -> None:
+    x, y = records(200)
+    with pytest.warns(UserWarning, match="fitted the estimator; ε counts no fits on other ledgers"):
+        last = fits().fit(np.nan_to_num(x), y)
+    document = inside(last).certificate_
+    assert document["private"]
+    assert any(each.startswith(f"a {type(last).__name__} ") for each in document["warnings"])
 
 
 @pytest.mark.filterwarnings("ignore:dpspan")

@@ -108,12 +108,26 @@ def test_a_saved_run_goes_on(tmp_path: Path) -> None:
     accelerator, ready = private(tmp_path / "part", resume_from=tmp_path / "part" / "saved")
     assert ready[2].engine.ledger.steps == 3  # one of them was lost
     assert ready[3].get_last_lr() == [0.5**3]
-    with pytest.raises(dpspan.BudgetExceeded):
+    before = weights(ready[0]).clone()
+    with pytest.warns(UserWarning, match="the budget is spent"):
         train(accelerator, ready, 1)
+    torch.testing.assert_close(weights(ready[0]), before, rtol=0, atol=0)
     assert json.loads((tmp_path / "part" / "ledger.json").read_text())["steps"] == 3
     ready[2].engine.ledger.budget = None
     train(accelerator, ready, 1)
     torch.testing.assert_close(weights(ready[0]), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_an_epoch_that_the_budget_ends_gives_random_numbers_back(tmp_path: Path) -> None:
+    accelerator, ready = private(tmp_path, batch=10, epochs=1)
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    ready[2].engine.ledger.budget = dpspan.Budget(epsilon=5.0, delta=1e-3)
+    with pytest.warns(UserWarning, match="the budget is spent"):
+        train(accelerator, ready, 1)
+    assert 0 < ready[2].engine.ledger.steps < 4
+    assert torch.equal(torch.rand(1), expected)
 
 
 def test_what_cannot_be_private_is_refused(tmp_path: Path) -> None:

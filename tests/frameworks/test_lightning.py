@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import dpspan
 from dpspan.mechanisms.noise import Noise
@@ -193,6 +193,48 @@ def test_an_epoch_goes_on_in_the_middle_and_lost_steps_stay_charged(tmp_path: Pa
     assert any("1 steps were charged" in each for each in private.engine.ledger.warnings)
 
 
+@pytest.mark.parametrize("options", [{}, {"min_epochs": 4}, {"min_steps": 4}])
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_resumed_fit_of_which_nothing_is_left_ends_with_a_certificate(
+    tmp_path: Path, after: int, options: dict[str, int]
+) -> None:
+    """The process was killed after the last step, and before the last checkpoint."""
+    given = {"every_n_train_steps": after, "save_top_k": -1}
+    saving = lightning.callbacks.ModelCheckpoint(str(tmp_path / "saved"), **given)
+    twice = {"max_epochs": 2}  # of four steps each
+    trainer(tmp_path, PrivateTraining(PRIVACY), saving, **twice).fit(Automatic(), loader(10))
+    (tmp_path / "certificate.json").unlink()
+    paths = [tmp_path / "saved" / f"epoch={(n - 1) // 4}-step={n}.ckpt" for n in (4, 6)]
+    for path in paths:
+        module, private = Automatic(), PrivateTraining(PRIVACY)
+        resumed = trainer(tmp_path, private, max_epochs=4, **options)
+        resumed.fit(module, loader(10), HELD_OUT, ckpt_path=str(path))
+        assert (module.seen, private.engine.ledger.steps) == ([], 8)
+        certificate = json.loads((tmp_path / "certificate.json").read_text())
+        assert any("steps were charged" in each for each in certificate["warnings"])
+
+
+def test_a_callback_that_resumed_a_fit_begins_another_one(tmp_path: Path) -> None:
+    saving = lightning.callbacks.ModelCheckpoint(str(tmp_path / "saved"), every_n_train_steps=2)
+    with pytest.raises(Interrupted):
+        interrupted = (PrivateTraining(PRIVACY), saving, StopBefore())
+        trainer(tmp_path / "a", *interrupted).fit(Automatic(), loader())
+    (path,) = map(str, (tmp_path / "saved").glob("*.ckpt"))
+    private = PrivateTraining(PRIVACY)
+
+    def begins(folder: str) -> None:
+        trainer(tmp_path / folder, private, max_epochs=2).fit(Automatic(), loader())
+        assert private.engine.ledger.steps == 2
+
+    with pytest.raises(Interrupted):
+        trainer(tmp_path / "a", private, StopAfter(3)).fit(Automatic(), loader(), ckpt_path=path)
+    begins("after an error")
+    trainer(tmp_path / "a", private).fit(Automatic(), loader(), ckpt_path=path)
+    begins("after the end")
+    trainer(tmp_path / "a", private).validate(Automatic(), HELD_OUT, ckpt_path=path, verbose=False)
+    begins("after a look")
+
+
 def test_a_module_whose_parts_are_called_is_trained_and_says_so(tmp_path: Path) -> None:
     private = PrivateTraining(PRIVACY)
     with pytest.warns(UserWarning, match="not called as a whole"):
@@ -231,6 +273,13 @@ def test_what_cannot_be_private_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "ledger.json").exists()
 
 
+def test_a_schedule_of_accumulation_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    schedule = lightning.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler counts batches"):
+        trainer(tmp_path, PrivateTraining(PRIVACY), schedule).fit(Automatic(), loader())
+    assert not (tmp_path / "ledger.json").exists()
+
+
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])
 def test_finders_that_train_without_privacy_are_refused(
@@ -257,6 +306,43 @@ def test_choices_by_private_evaluation_data_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, PrivateTraining(PRIVACY), stop).fit(Automatic(), loader(), HELD_OUT)
     public = Privacy(epsilon=8.0, delta=1e-3, accountant="rdp", eval_is_public=True)
     trainer(tmp_path, PrivateTraining(public), stop).fit(Automatic(), loader(), HELD_OUT)
+
+
+PUBLIC = Privacy(epsilon=8.0, delta=1e-3, accountant="rdp", eval_is_public=True)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(HELD_OUT.dataset)
+
+
+def test_public_evaluation_data_are_on_the_certificate_and_hold_no_copies(tmp_path: Path) -> None:
+    for name, loaders, known in (
+        ("one", HELD_OUT, [60 - N]),
+        ("two", [HELD_OUT, DataLoader(HELD_OUT.dataset, batch_size=3)], [60 - N] * 2),
+        ("a stream", [HELD_OUT, DataLoader(Stream(), batch_size=20)], [60 - N]),
+        ("none", None, []),
+    ):
+        fitted = trainer(tmp_path / name, PrivateTraining(PUBLIC), max_epochs=1)
+        fitted.fit(Several(), loader(), loaders)
+        document = json.loads((tmp_path / name / "certificate.json").read_text())
+        assert [each["count"] for each in document["public"]] == known
+        assert all(each["detail"] == "measured on" for each in document["public"])
+        told = any("could not be read before training" in each for each in document["warnings"])
+        assert told == (name not in ("one", "two"))
+    copies = DataLoader([*HELD_OUT.dataset, *list(loader().dataset)[:2]], batch_size=20)
+    for loaders in (copies, [HELD_OUT, copies]):
+        private = PrivateTraining(PUBLIC)
+        with pytest.raises(ValueError, match=r"2 of the .*exact copies"):
+            trainer(tmp_path / "copies", private).fit(Several(), loader(), loaders)
+    assert not (tmp_path / "copies" / "ledger.json").exists()
+
+
+class Several(Automatic):
+    """With several loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
 
 
 def test_other_loaders_and_optimizers_are_refused(tmp_path: Path) -> None:

@@ -332,8 +332,19 @@ def test_public_evaluation_data_keep_their_names_and_may_decide(tmp_path: Path) 
         ours.train()
     assert "eval_loss" in ours.state.log_history[0]
     assert not any("unprivate" in each for each in ours.engine.ledger.warnings)
+    (known,) = json.loads((tmp_path / "certificate.json").read_text())["public"]
+    assert (known["name"], known["count"]) == ("eval_dataset", 10)
+    assert known["detail"] == "measured on"
     with pytest.raises(ValueError, match="exact copies"):
         trainer(tmp_path / "copies", privacy=public, eval_dataset=sentences()[:3]).train()
+    two = {"a": sentences(10, length=6), "b": sentences(4, length=5)}
+    ours = trainer(tmp_path / "two", privacy=public, eval_dataset=two)
+    ours.train()
+    names = [each.name for each in ours.engine.ledger.public]
+    assert names == ["eval_dataset.a", "eval_dataset.b"]
+    unknown = trainer(tmp_path / "none", privacy=public)
+    unknown.train()
+    assert any("could not be read" in each for each in unknown.engine.ledger.warnings)
 
 
 def test_what_is_reported_elsewhere_is_the_same(tmp_path: Path) -> None:
@@ -424,6 +435,24 @@ def test_an_epoch_goes_on_in_the_middle(tmp_path: Path) -> None:
     assert resumed.engine.ledger.steps == resumed.state.global_step == 6
     measured = [line for line in resumed.state.log_history if "unprivate_eval_loss" in line]
     assert [(line["step"], line["epoch"]) for line in measured] == [(3, 1.0), (6, 2.0)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_resumed_run_of_which_nothing_is_left_ends_with_a_certificate(
+    tmp_path: Path, size: int
+) -> None:
+    """The process was killed after the last step, and before the last checkpoint."""
+    given = {**SAVING, "gradient_accumulation_steps": size, "num_train_epochs": 2 * size}
+    trainer(tmp_path, **given).train()
+    (tmp_path / "certificate.json").unlink()
+    last = max(int(each.name.split("-")[1]) for each in tmp_path.glob("checkpoint-*"))
+    for step in (2, 4):
+        resumed = trainer(tmp_path, **given)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.engine.ledger.steps == last
+        assert resumed.state.global_step == step
+        certificate = json.loads((tmp_path / "certificate.json").read_text())
+        assert any("steps were charged" in each for each in certificate["warnings"])
 
 
 def test_a_folder_with_a_run_is_not_used_again(tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ from dpspan.support.errors import BudgetExceeded
 _LOOK_AHEAD = 146  # 1.1 to this power: about a million releases
 RECORDS_TOLD = "the number of private records is disclosed"  # how a warning of that begins
 UNITS_TOLD = "the number of private units is disclosed"
+# Where sums are divided by that number; a warning says so, and with it what the guarantee is for.
+ZERO_OUT = "one {0} counted or not (then zero in every sum), the number of {0}s being fixed"
 SEARCHED = "unprivate: learning rates were searched"
 SETTINGS_SEARCHED = "unprivate: settings were searched"
-_ADJACENCY = {
+ADJACENCY = {
     "record": "add or remove one record",
     "unit": "add or remove one unit: every record of one id",
 }
@@ -100,8 +102,9 @@ class Ledger:
 
     @property
     def adjacency(self) -> str:
-        """Between which datasets ε holds."""
-        return _ADJACENCY[self.unit]
+        """Between which datasets ε holds: of all releases, so of the least that one promises."""
+        fixed = ZERO_OUT.format(self.unit)
+        return fixed if any(fixed in each for each in self._warnings) else ADJACENCY[self.unit]
 
     def protect(self, unit: str) -> None:
         """Say what the releases to come protect; ValueError if earlier ones protect another."""
@@ -111,7 +114,7 @@ class Ledger:
                 "cannot be added to it: no ε would hold for both. Give unit= (groups= of a fit) "
                 "wherever it is used, or nowhere, or take a ledger of its own."
             )
-        expect(unit in _ADJACENCY, f"what is protected to be one of {list(_ADJACENCY)}", unit)
+        expect(unit in ADJACENCY, f"what is protected to be one of {list(ADJACENCY)}", unit)
         self.unit = unit
 
     @property

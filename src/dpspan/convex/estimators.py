@@ -18,7 +18,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import certificate
 from dpspan.accounting.events import pure_event
-from dpspan.accounting.ledger import RECORDS_TOLD, SETTINGS_SEARCHED, UNITS_TOLD, Ledger
+from dpspan.accounting.ledger import (
+    RECORDS_TOLD,
+    SETTINGS_SEARCHED,
+    UNITS_TOLD,
+    ZERO_OUT,
+    Ledger,
+)
 from dpspan.accounting.promises import Budget, check_promised_delta, warn_of_weaknesses, weaknesses
 from dpspan.convex.fitting import ClipSchedule, Fit, GaussianNoise, PrivateRecords, schedule_of
 from dpspan.convex.losses import Huber, Logistic, Loss, Records, SmoothedHinge, Squared, one_hot
@@ -26,13 +32,12 @@ from dpspan.convex.methods import Method, method_of
 from dpspan.convex.public_rows import PublicRows, digest, public_start, refuse_overlap
 from dpspan.convex.rows import Array, Rows, no_echo
 from dpspan.convex.scaling import Cuts, Preparation, Scaling, cut_points, scaling_of
-from dpspan.convex.transformers import PrivateScaler, fitted_before
+from dpspan.convex.transformers import PrivateScaler, fitted_before, keeps_nothing, searches
 from dpspan.support.checks import check_count, check_number, expect
 from dpspan.support.processes import refuse_several_processes
 from dpspan.support.secure import SECURE
 from dpspan.support.units import Units
 
-_ZERO_OUT = "one {0} counted or not (then zero in every sum), the number of {0}s being fixed"
 _LABELS_READ = (
     "The set of class labels was read from the records and taken to be public: state it in advance "
     "by classes=[...] if it is not."
@@ -192,7 +197,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _opened(self, ledger: Ledger | None) -> Ledger:
         """With the price of what was fitted before, or a word that nothing pays for it."""
-        before, searches = fitted_before()
+        before, around = fitted_before(self)
         paid = [each for each in before if isinstance(each, PrivateScaler)]
         if ledger is None:
             epsilon = self.epsilon + sum(each.epsilon_ for each in paid)
@@ -207,10 +212,17 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             cure = "take PrivateScaler or PrivateImputer, or fit it to public rows and freeze it"
             warnings.warn(f"dpspan: not private: {told}: {cure} (FrozenEstimator).", stacklevel=3)
             ledger.invalidate(told)
-        for name in searches:
-            told = f"{SETTINGS_SEARCHED} by {name}; ε counts no scores and no fits on other ledgers"
-            warnings.warn(f"dpspan: {told}.", stacklevel=3)
+        for each in around:
+            name, uncounted = type(each).__name__, "no fits on other ledgers"
+            if searches(each):
+                told = f"{SETTINGS_SEARCHED} by {name}; ε counts no scores and {uncounted}"
+            else:
+                told = f"a {name} fitted the estimator; ε counts {uncounted}"
             ledger.warn(told)
+            if not (searches(each) or keeps_nothing(each)):
+                ledger.invalidate(f"a {name} keeps of private records what nothing pays for")
+                told = f"not private: {told}, nor what a {name} keeps of records: fit without it"
+            warnings.warn(f"dpspan: {told}.", stacklevel=3)
         same, theirs = self.accountant in (None, ledger.accountant), repr(ledger.accountant)
         cure = "Leave it out where you give a ledger."
         expect(same, f"accountant {theirs}, as the ledger has it", self.accountant, cure)
@@ -226,8 +238,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             told = RECORDS_TOLD if ledger.unit == "record" else UNITS_TOLD
             ledger.warn(
                 f"{told}: a fit divides by it, {divisor}, and its guarantee is for "
-                f"{_ZERO_OUT.format(ledger.unit)}. Give a public number by records= if it is a "
-                "secret"
+                f"{ZERO_OUT.format(ledger.unit)}. Give a public number by records= (data.records "
+                "of a configuration) if it is a secret"
             )
         ledger.warn(*weaknesses(None, self.delta, divisor, unit=ledger.unit), *task.warnings)
         if public is not None:
@@ -253,8 +265,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         }
         if fit.ledger.unit == "unit":
             training |= {"unit": "all records of one id", "records_per_unit": "all"}
-        adjacency = _ZERO_OUT.format(fit.ledger.unit) if self.records is None else None
-        return certificate(fit.ledger, delta=self.delta, training=training, adjacency=adjacency)
+        return certificate(fit.ledger, delta=self.delta, training=training)
 
 
 def _known(public: PublicRows, preparation: Preparation, private: Records) -> Records:

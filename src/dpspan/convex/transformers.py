@@ -1,7 +1,8 @@
 """A private scaler and imputer for scikit-learn's pipelines, and who else stands in one.
 
 A pipeline fits its transformers to the records that a private estimator after them is to protect.
-What these two keep has been paid for; of others the estimator's certificate says that it has not.
+What these two keep has been paid for; of others the estimator's certificate says that it has not,
+and so it does of a calibration, or whatever else fits the estimator and looks at records itself.
 """
 
 import sys
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.compose import TransformedTargetRegressor
 from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
@@ -22,6 +24,14 @@ from dpspan.accounting.questions import private_quantiles
 from dpspan.convex.rows import Array, no_echo
 from dpspan.support.checks import check_positive
 from dpspan.support.processes import refuse_several_processes
+
+# Once, or for each class or column of labels, on all records as they are. A bootstrap counts some
+# twice; a calibration, a stack, a threshold, an elimination of features looks at them once more.
+_KEEP_NOTHING = {
+    *("ColumnTransformer", "FeatureUnion", "TransformedTargetRegressor", "SelectFromModel"),
+    *("OneVsRestClassifier", "MultiOutputClassifier", "MultiOutputRegressor"),
+    "FixedThresholdClassifier",
+}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -82,21 +92,35 @@ class PrivateImputer(PrivateScaler):
         return np.where(np.isnan(x), self.quantiles_[0], x)
 
 
-def fitted_before() -> tuple[list[Any], list[str]]:
-    """What the pipelines that a fit is a part of have fitted before, and searches around it.
+def fitted_before(estimator: Any) -> tuple[list[Any], list[Any]]:
+    """What those that fit an estimator have fitted before, and who they are, but for pipelines.
 
     Of all that are on the stack, as nobody tells an estimator who fits it.
     """
-    fitted, searches, pipelines = list[Any](), list[str](), list[Any]()
+    fitted, known = list[Any](), [estimator]
     frame: Any = sys._getframe()
     while frame is not None:
         caller, names, frame = frame.f_locals.get("self"), frame.f_locals, frame.f_back
-        if isinstance(caller, Pipeline) and caller not in pipelines:
-            pipelines.append(caller)
-            fitted += _fitted(caller.steps[: names.get("step_idx", -1)])  # of one before the last
-        elif hasattr(type(caller), "_run_search"):  # of scikit-learn's searches, and of others'
-            searches.append(type(caller).__name__)
-    return fitted, searches
+        fits = isinstance(caller, BaseEstimator) or searches(caller)
+        if not fits or any(caller is each for each in known):
+            continue
+        known.append(caller)
+        if isinstance(caller, Pipeline):  # `step_idx`: of one before the last
+            fitted += _fitted(caller.steps[: names.get("step_idx", -1)])
+        elif isinstance(caller, TransformedTargetRegressor):
+            fitted += _fitted([("", caller.transformer_)])
+    return fitted, [each for each in known[1:] if not isinstance(each, Pipeline)]
+
+
+def searches(caller: Any) -> bool:
+    """Whether it is one of scikit-learn's searches, or of others'."""
+    return hasattr(type(caller), "_run_search")
+
+
+def keeps_nothing(caller: Any) -> bool:
+    """Whether all that it keeps of records is what it fits: of others nobody knows."""
+    kind = type(caller)
+    return kind.__module__.startswith("sklearn.") and kind.__name__ in _KEEP_NOTHING
 
 
 def _fitted(steps: Any) -> Iterator[Any]:

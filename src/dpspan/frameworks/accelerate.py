@@ -1,5 +1,6 @@
 """accelerate: `prepare` in place of `accelerator.prepare` (the extra `accelerate`)."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Never
@@ -78,6 +79,9 @@ class PrivateBatches:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._fit.left_of_epoch):
+            if not self._fit.affordable:
+                warnings.warn("dpspan: the budget is spent: training is over.", stacklevel=2)
+                break
             for batch, last in self._fit.pieces():
                 # The weights stay as they are until the last piece; schedulers ask whether.
                 self._optimizer._is_overflow = not last

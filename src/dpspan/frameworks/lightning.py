@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from dpspan.engine.engine import PrivacyEngine
@@ -23,6 +24,7 @@ __all__ = ["Privacy", "PrivateTraining"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _FINDERS = {"LearningRateFinder", "BatchSizeFinder"}  # of either package
+_SCHEDULES = {"GradientAccumulationScheduler"}
 
 
 class PrivateTraining(Callback):
@@ -57,6 +59,7 @@ class PrivateTraining(Callback):
 
         pl_module.log = only_what_may_be_seen
         self._undo.callback(vars(pl_module).pop, "log")
+        self._undo.callback(setattr, self, "_saved", None)  # of a checkpoint, for one fit
         for callback in trainer.callbacks:
             callback.log = only_what_may_be_seen
 
@@ -80,11 +83,13 @@ class PrivateTraining(Callback):
             steps=lambda in_an_epoch: min(most, epochs * in_an_epoch),
             clip=None if stated else trainer.gradient_clip_val,
             saved=self._saved,
+            evaluation=_evaluation(trainer),
         )
         self._undo.callback(self._fit.close)
         self.engine, source.instance = self._fit.engine, _FirstPieces(self._fit)
         pl_module.training_step = _in_pieces(trainer, pl_module, source.instance)
         self._undo.callback(vars(pl_module).pop, "training_step")
+        self.on_train_batch_end(trainer)  # there may be none to come
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if self._fit is not None and not self._fit.affordable:  # steps were lost, or these are all
@@ -130,6 +135,8 @@ class _FirstPieces:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.fit.left_of_epoch):
+            if not self.fit.affordable:  # where `min_epochs` or `min_steps` ask for more
+                return
             self.pieces = self.fit.pieces()
             batch, self.last = next(self.pieces)
             yield batch
@@ -140,6 +147,15 @@ class _FirstPieces:
 
     def load_state_dict(self, _: Any) -> None:
         return
+
+
+def _evaluation(trainer: Any) -> dict[str, Any]:
+    """The loaders by which it will validate; there may be several, in a list or by names."""
+    if not trainer.enable_validation:
+        return {}
+    given = trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader()
+    loaders = getattr(given, "flattened", None) or tree_leaves(given)
+    return {f"val_dataloader {place}": each for place, each in enumerate(loaders, start=1)}
 
 
 def _in_pieces(trainer: Any, pl_module: Any, batches: _FirstPieces) -> Any:
@@ -181,10 +197,12 @@ def _problems(trainer: Any, loader: Any, privacy: Privacy) -> Iterator[str]:
             f"precision='{trainer.precision}' scales the loss, or rounds what is released: use one "
             f"of {', '.join(_PRECISIONS)}"
         )
-    if trainer.accumulate_grad_batches != 1:
+    accumulating = ["accumulate_grad_batches"] * (trainer.accumulate_grad_batches != 1)
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    for name in (*accumulating, *sorted(_SCHEDULES & kinds)):
         yield (
-            "accumulate_grad_batches counts batches of a fixed size: leave it out, give the loader "
-            "the batch size of a step and PrivateTraining physical=, what fits"
+            f"{name} counts batches of a fixed size: leave it out, give the loader the batch size "
+            "of a step and PrivateTraining physical=, what fits"
         )
     if trainer.gradient_clip_algorithm == "value":
         yield "gradient_clip_algorithm='value' bounds no record: leave it out"

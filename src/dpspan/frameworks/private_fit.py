@@ -8,14 +8,15 @@ after any of them.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from dpspan.accounting.calibration import calibrate_event
 from dpspan.accounting.certificate import write_certificate
@@ -25,6 +26,8 @@ from dpspan.engine.checkpoint import load_file, save_file
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.engine.plan import plan_sampling, units_of
 from dpspan.mechanisms import DPSGD, Method
+from dpspan.public.data import PublicData
+from dpspan.public.overlap import refuse_overlap
 from dpspan.support.errors import BudgetExceeded
 from dpspan.support.files import locked, replacing
 from dpspan.support.processes import refuse_several_processes
@@ -35,6 +38,10 @@ _PUBLIC_NAMES = ("learning_rate", "epoch", "epsilon")  # of what a loop logs whi
 _LOST = (
     "{} steps were charged that the model was not trained by: the process ended before the next "
     "checkpoint"
+)
+_UNCOMPARED = (
+    "evaluation data were declared public that could not be read before training: nobody compared "
+    "them with the private records"
 )
 _LOOKED = "results on evaluation data not declared public were logged"
 
@@ -53,8 +60,9 @@ class Privacy:
         unit: one id for each record of the training data, or a function of a record, where a person
             may have several; then all records of one id are protected together.
         records_per_unit: most records of one unit in a step.
-        eval_is_public: declares that evaluation data are nobody's secret. Otherwise every number
-            measured on them is logged as `unprivate_…`, and nothing may be chosen by it.
+        eval_is_public: declares that evaluation data are nobody's secret; copies of private records
+            among them are refused. Otherwise every number measured on them is logged as
+            `unprivate_…`, and nothing may be chosen by it.
         unprivate_metrics: log what is measured on private batches, as `unprivate_…`; never publish
             that. Otherwise it is logged nowhere.
         criterion: the loss of public samples, for methods that use their gradients.
@@ -87,6 +95,16 @@ def refuse(who: str, problems: Iterable[str]) -> None:
         raise ValueError(f"{who} cannot train privately like this:{''.join(said)}")
 
 
+def _readable(evaluation: Mapping[str, Any]) -> list[PublicData]:
+    """What can be read as samples, and so be compared; a stream may never end."""
+    found = []
+    for name, loader in evaluation.items():
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            with suppress(TypeError, ValueError):
+                found.append(PublicData.of(loader, name=name))
+    return found
+
+
 class PrivateFit:
     """One private run, from its first step, or from where `saved` ends, to its last."""
 
@@ -111,6 +129,7 @@ class PrivateFit:
         steps: Callable[[int], float],
         clip: float | None = None,
         saved: Mapping[str, Any] | None = None,
+        evaluation: Mapping[str, Any] = MappingProxyType({}),  # loaders
     ) -> Self:
         """`steps` tells how many there will be, from how many there are in an epoch."""
         refuse_several_processes()
@@ -124,6 +143,8 @@ class PrivateFit:
         promise = (privacy.delta, privacy.records or sampling.records)
         what = "unit" if units else "record"
         warn_of_weaknesses(privacy.epsilon, *promise, unit=what)
+        public = _readable(evaluation) if privacy.eval_is_public else []
+        refuse_overlap(loader, public, units)
         fit = cls(privacy, folder, optimizer)
         engine = fit.engine
         with ExitStack() as stack:
@@ -154,14 +175,21 @@ class PrivateFit:
                 if lost := steps_beyond(saved["ledger"], record):
                     engine.ledger.warn(_LOST.format(lost))
             engine.ledger.warn(*weaknesses(None, *promise, unit=what))
-            if privacy.unprivate_metrics:
-                engine.note_unprivate("what was measured on private batches was logged")
+            fit._note(public, complete=0 < len(public) == len(evaluation))
             fit._running = iter(fit._loader)
-            hook = optimizer.register_step_post_hook(lambda *_: fit.write_ledger())
-            stack.callback(hook.remove)
+            stack.callback(optimizer.register_step_post_hook(lambda *_: fit.write_ledger()).remove)
             fit.write_ledger()
             fit._stack = stack.pop_all()
         return fit
+
+    def _note(self, public: Iterable[PublicData], *, complete: bool) -> None:
+        """Put what is looked at on record, and whether all that was declared public is known."""
+        if self.privacy.unprivate_metrics:
+            self.engine.note_unprivate("what was measured on private batches was logged")
+        for each in public:
+            self.engine.ledger.declare_public(each.name, each.digest, each.count, "measured on")
+        if self.privacy.eval_is_public and not complete:
+            self.engine.ledger.warn(_UNCOMPARED)
 
     def _record(self, saved: Mapping[str, Any] | None) -> Any:
         """What the folder says was released: nothing yet, or all that is behind what was saved."""
@@ -211,7 +239,9 @@ class PrivateFit:
                 self._running = iter(self._loader)
 
     def end_epoch(self) -> None:
-        """After its last step: random numbers are as they were."""
+        """After its last step, or the last of all: random numbers are as they were."""
+        if self._loader.position < len(self._loader):
+            self._running.close()
         next(self._running, None)
 
     def add_piece(self) -> None:

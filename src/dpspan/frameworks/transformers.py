@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from dpspan.engine.engine import PrivacyEngine
 from dpspan.frameworks.private_fit import Privacy, PrivateFit, refuse
-from dpspan.public.data import PublicData, like
-from dpspan.public.overlap import refuse_overlap
+from dpspan.public.data import like
 from dpspan.support.left_as_found import left_as_found
 
 try:
@@ -115,12 +114,10 @@ class PrivateTrainer(Trainer):
             pin_memory=plain.pin_memory,
             persistent_workers=plain.persistent_workers,
         )
-        if self.privacy.eval_is_public and (held_out := self.eval_dataset) is not None:
-            sets = held_out.values() if isinstance(held_out, dict) else [held_out]
-            declared = (
-                PublicData.of(self.get_eval_dataloader(x), name="eval_dataset") for x in sets
-            )
-            refuse_overlap(loader, declared)
+        sets: Any = {} if self.eval_dataset is None else {"eval_dataset": self.eval_dataset}
+        if isinstance(self.eval_dataset, dict):
+            sets = {f"eval_dataset.{name}": each for name, each in self.eval_dataset.items()}
+        evaluation = {name: self.get_eval_dataloader(each) for name, each in sets.items()}
         self._shift = self._found_shift(loader)
         optimizer: Any = self.create_optimizer()
         default = TrainingArguments.max_grad_norm
@@ -136,11 +133,11 @@ class PrivateTrainer(Trainer):
             steps=lambda n: args.max_steps if args.max_steps > 0 else math.ceil(epochs * n),
             clip=None if stated else self._clip or None,
             saved=self._saved,
+            evaluation=evaluation,
         )
         self.engine = self._fit.engine
-        # One entry a step; what it stands for is drawn when the step is taken.
-        steps: Any = range(self._fit.steps_per_epoch)
-        return DataLoader(steps, batch_size=1, collate_fn=lambda _: {})
+        steps = _Steps(self._fit)
+        return DataLoader(steps, batch_size=1, sampler=steps, collate_fn=lambda _: {})
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
         """Run the pieces of a batch; after the last of them the loop takes the step."""
@@ -284,11 +281,30 @@ class _Criterion(nn.Module):
         return self._function(*args, **kwargs)
 
 
+class _Steps(Dataset[int]):
+    """One entry a step, in order; what it stands for is drawn when the step is taken."""
+
+    def __init__(self, fit: PrivateFit) -> None:
+        self._fit = fit
+
+    def __len__(self) -> int:
+        return self._fit.steps_per_epoch
+
+    def __getitem__(self, step: int) -> int:
+        return step
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self) if self._fit.affordable else 0))
+
+
 class _StopWhenSpent(TrainerCallback):
-    """Ends training where a run that lost steps cannot pay for all that are left."""
+    """Ends training where a run that lost steps cannot pay for all that are left, or for any."""
 
     def __init__(self, trainer: PrivateTrainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         fit = self._trainer._fit

@@ -170,8 +170,9 @@ class OutputSection(Section):
     """What is written where.
 
     `checkpoint_every` counts steps; the end of an epoch always has a checkpoint. With
-    `unprivate_metrics`, loss and accuracy on private batches are written too, under names that
-    say so, and the certificate mentions it: such files are not to be published.
+    `unprivate_metrics`, loss and accuracy on private batches (convex methods have none) are
+    written too, under names that say so, and the certificate mentions it: such files are not to be
+    published.
     """
 
     folder: File

@@ -10,6 +10,7 @@ from typing import Any
 
 from dpspan.accounting.certificate import FORMAT, VERSION
 from dpspan.accounting.epsilon import account
+from dpspan.accounting.ledger import ADJACENCY, ZERO_OUT
 from dpspan.accounting.releases import added, releases_from_json, united
 from dpspan.app.comparison.results import ending
 from dpspan.app.run.folder import RunFolder, read_json, read_lines
@@ -224,7 +225,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def total(certificates: Documents, ledgers: Documents) -> Total | None:
     """What all documents cost; None where one run is all, or nothing can be added up."""
     known = list(certificates.values())
-    if len({document["adjacency"] for document in known}) != 1:
+    # What a record costs that is added or removed, it costs where it counts as zero.
+    least = {said: ZERO_OUT.format(unit) for unit, said in ADJACENCY.items()}
+    if len({least.get(said := document["adjacency"], said) for document in known}) != 1:
         return None  # prices of different promises
     documents = (certificates, ledgers)
     alone = {

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpspan.accounting.certificate import weights_sha256
-from dpspan.accounting.ledger import RECORDS_TOLD, Ledger
+from dpspan.accounting.ledger import Ledger
 from dpspan.convex.estimators import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
@@ -25,8 +25,6 @@ from dpspan.public.data import PublicData
 
 if TYPE_CHECKING:
     from dpspan.app.run.task import Task
-
-_TOLD = f"{RECORDS_TOLD}: sums are divided by it. State data.records if it is a secret"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +45,13 @@ class FullBatch:
         """Put the fitted weights into the model, which is linear; the certificate's `training`."""
         x, y = _whole(DataLoader(task.private, batch_size=1024))
         (linear,) = (each for each in model.modules() if isinstance(each, nn.Linear))
-        ledger.warn(*[_TOLD] * (task.records is None))
         kind: Any = partial(PrivateLogisticRegression, classes=range(linear.out_features))
         fitted = (PrivateLinearRegression if task.numeric else kind)(
             delta=task.budget.delta,
             method=dataclasses.replace(self.method, learning_rate=rate),
             clip=self.clip,
             noise_multiplier=noise,
-            records=task.count,
+            records=task.records,
             secure_mode=task.secure_mode,
         )
         public, groups = None, None if task.units is None else task.units.owners

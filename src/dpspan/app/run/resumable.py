@@ -166,7 +166,8 @@ class Run:
 
     def _note_unprivate(self) -> None:
         self._ledger.warn(*self.notes)
-        if self._output.unprivate_metrics:
+        batches = not isinstance(self.contender.method, FullBatch | None)
+        if self._output.unprivate_metrics and batches:  # or nothing is measured on them
             self.training.observe = self._observe
             self._ledger.warn("unprivate: loss and accuracy on private batches were written down")
         if self.task.test is not None and not self.task.test_is_public:
@@ -337,12 +338,12 @@ class Run:
             with training.averaged():
                 found = measured(task, training.model)
             line |= {task.metric(name): value for name, value in found.items()}
-        if self._output.unprivate_metrics:
-            loss, hits, samples = self._sums
+        loss, hits, samples = self._sums
+        if samples:  # none are seen before the first step, nor of a fit that is seen at its end
             self._sums = [0.0, 0.0, 0.0]
-            line["unprivate_train_loss"] = loss / max(samples, 1)
+            line["unprivate_train_loss"] = loss / samples
             if not task.numeric:
-                line["unprivate_train_accuracy"] = hits / max(samples, 1)
+                line["unprivate_train_accuracy"] = hits / samples
         return dict(plain(line))
 
     def _observe(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
