@@ -142,8 +142,8 @@ def test_a_search_leaves_one_run_and_its_price(
     assert all(check.holds for check in verify(run.path).checks)
     kept = {path.name for path in run.path.iterdir()} - {".lock"}
     assert kept == {
-        "certificate.json", "config.yaml", "ledger.json", "metrics.jsonl", "model.safetensors",
-        "run.json",
+        "certificate.json", "config.yaml", "evaluation.json", "ledger.json", "metrics.jsonl",
+        "model.safetensors", "run.json",
     }  # fmt: skip
     assert load_config(run.config).method.clip == found.found["clip"]
     (line,) = read_lines(run.metrics)
@@ -248,7 +248,8 @@ def test_public_scores_are_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "GaussianDpEvent(noise_multiplier" in document["events"][0]["text"]
     assert len(document["events"][0]["event"]["event"]["events"]) == 1
     assert document["training"]["tuning"]["scored_on"] == "optin"
-    assert [each["detail"] for each in document["public"]] == ["scores of a search"]
+    details = [each["detail"] for each in document["public"]]
+    assert details == ["measured on", "scores of a search"]
     assert 0 <= found.score <= 1
     assert verify(found.folder).holds
 

@@ -17,6 +17,7 @@ import math
 import secrets
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -305,23 +306,12 @@ class _Search:
         """The best try as an ordinary run; the rest is removed."""
         folder, ledger, best = self.folder, self._ledger, self.state["best"]
         config, told, delta = self._tuned(best["found"]), best["certificate"], self._budget.delta
-        self._task.preparation.put_on(ledger)
-        if self._task.test is not None:
-            tested = PublicData.of(self._task.test, name="test")
-            ledger.declare_public(tested.name, tested.digest, tested.count, "measured on")
-        for each in told["public"]:
-            ledger.declare_public(each["name"], each["sha256"], each["count"], each["detail"])
-        if (name := self.asked["score_on"]) is not None:
-            scored = self._parts.public[name]
-            ledger.declare_public(scored.name, scored.digest, scored.count, "scores of a search")
-        ledger.warn(*told["warnings"])
-        for reason in told["not_private_because"]:
-            ledger.invalidate(reason)
+        self._put_on_record(told)
         about = {
             **best["found"],
             "searched": self.asked["space"],
             "score": best["score"],
-            "scored_on": name or "private records, with noise",
+            "scored_on": self.asked["score_on"] or "private records, with noise",
             "score_noise_multiplier": self.state["score_noise"],
             "tries": f"geometric with mean {self.asked['tries']}; how many there were is not told",
         }
@@ -362,6 +352,22 @@ class _Search:
             delta=delta,
             metrics=line,
         )
+
+    def _put_on_record(self, told: Mapping[str, Any]) -> None:
+        """On the ledger what the best try's certificate tells, and what was done for all."""
+        ledger = self._ledger
+        self._task.preparation.put_on(ledger)
+        if self._task.test is not None:
+            tested = PublicData.of(self._task.test, name="test")
+            ledger.declare_public(tested.name, tested.digest, tested.count, "measured on")
+        for each in told["public"]:
+            ledger.declare_public(each["name"], each["sha256"], each["count"], each["detail"])
+        if (name := self.asked["score_on"]) is not None:
+            scored = self._parts.public[name]
+            ledger.declare_public(scored.name, scored.digest, scored.count, "scores of a search")
+        ledger.warn(*told["warnings"])
+        for reason in told["not_private_because"]:
+            ledger.invalidate(reason)
 
 
 def _file_in(folder: RunFolder) -> Path:

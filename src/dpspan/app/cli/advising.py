@@ -138,7 +138,8 @@ def _planned(
     task = dataclasses.replace(task, private=none, records=records, public=data[used])
     own = contender_of(name, settings, data, steps=task.steps, chosen=used, paid=paid)
     task = dataclasses.replace(task, warm_start=own.warm_start)
-    shared: dict[str, Any] = {"optimizer": own.optimizer, "schedule": own.schedule}
+    same = ("optimizer", "schedule", "low_pass", "average_weights")  # as they will be written
+    shared: dict[str, Any] = {each: getattr(own, each) for each in same}
     others = [
         dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)
         for c in default_contenders(task)
