@@ -77,6 +77,13 @@ class Source(Section):
     mean: float | Numbers = 0.0
     std: float | Numbers = 1.0
 
+    @model_validator(mode="after")
+    def _labels_are_no_inputs(self) -> Self:
+        inputs, label = getattr(self, "inputs", ()), getattr(self, "label", None)
+        if getattr(self, "labels", label) in ([inputs] if isinstance(inputs, str) else inputs):
+            refuse("inputs", "Expected no label among the inputs: take it out there.")
+        return self
+
     @property
     def scaled(self) -> bool:
         """Whether it says by what."""

@@ -94,6 +94,9 @@ class DataSection(Section):
         inputs = getattr(self.private, "inputs", ())
         if self.unit in ([inputs] if isinstance(inputs, str) else inputs):
             refuse("unit", "Expected a column that is not among the inputs: take it out there.")
+        if self.unit is None and self.records_per_unit != RECORDS_PER_UNIT:
+            cure = "Expected data.unit beside it: the column with one id a record."
+            refuse("records_per_unit", cure)
         return self
 
     @model_validator(mode="after")
@@ -218,10 +221,6 @@ class Config(Section):
                     f"{section}.public",
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
-        if self.data.test is None and self.evaluate != EvaluateSection():
-            refuse("evaluate", "Expected data.test, by which models are judged.")
-        if self.evaluate.noise_multiplier and (self.data.test_is_public or self.data.unit):
-            refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
         method, name = self.method, getattr(self.method, "public", None)
         flat = "logistic" if self.data.target is None else "linear"
         simple = self.model.name == flat and not (self.warm_start or self.trainable)
@@ -244,6 +243,18 @@ class Config(Section):
                 f"The method {method.name} needs public data: set `public` to the name of a "
                 "dataset under data.public, or add a `choose` section.",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_judged_so(self) -> Self:
+        data, judge = self.data, self.evaluate
+        if data.test is None and judge != EvaluateSection():
+            refuse("evaluate", "Expected data.test, by which models are judged.")
+        if judge.noise_multiplier and (data.test_is_public or data.unit):
+            refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
+        count = data.classes if isinstance(data.classes, int) else len(data.classes or ())
+        if count > 2 and judge.threshold != EvaluateSection().threshold:
+            refuse("evaluate.threshold", "This is between two classes: leave it out.")
         return self
 
     def _fits_numbers(self) -> None:
