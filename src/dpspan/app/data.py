@@ -403,12 +403,18 @@ class ImageFolder(Source):
     def _pixels(self, number: int, file: Path) -> Array:
         try:
             with Image.open(file) as image:
+                deep = image.mode[0] in "IF"
                 converted = image.convert("L" if self.channels == 1 else "RGB")
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise ValueError(  # its name may be somebody's
                 f"Image {number} of {self.path}, in the order of paths, cannot be read "
                 f"({type(error).__name__})."
             ) from None
+        if deep:  # all values from 255 on have become white
+            raise ValueError(
+                f"Image {number} of {self.path}, in the order of paths, has more than 8 bits a "
+                "pixel. Save all images with 8, or give arrays of them (npz), with `scale: 65535`."
+            )
         if self.size is not None:
             converted = converted.resize(self.size[::-1], Image.Resampling.BILINEAR)
         array = np.asarray(converted, dtype=np.uint8)
