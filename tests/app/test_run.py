@@ -278,6 +278,16 @@ def test_tensorboard_gets_the_same_numbers(folder: Path) -> None:
     assert {event.wall_time for event in events.Scalars("epsilon")} == {0.0}  # time tells of sizes
 
 
+def test_tensorboard_leaves_out_what_is_no_number(folder: Path) -> None:
+    extra("tensorboard")
+    output = {"folder": str(folder / "run"), "tensorboard": True}
+    training: Any = settings(folder)["training"]
+    wild = {**training, "optimizer": {"name": "sgd", "learning_rate": 3e38}}
+    assert train(config(folder, budget=NOISY, output=output, training=wild)).status == "diverged"
+    assert RunFolder(folder / "run").certificate.exists()
+    assert read_lines(RunFolder(folder / "run").metrics)[-1]["test_loss"] is None
+
+
 # -- stopping and going on ------------------------------------------------------------------------
 
 

@@ -298,8 +298,9 @@ class Run:
         if line is not None:
             folder.append(folder.metrics, [line])
             for name in () if self._scalars is None else set(line) - {"step"}:
-                # Not when: steps take longer with more records.
-                self._scalars.add_scalar(name, line[name], line["step"], walltime=0.0)
+                if line[name] is not None:  # it was not finite
+                    # Not when: steps take longer with more records.
+                    self._scalars.add_scalar(name, line[name], line["step"], walltime=0.0)
         notes = engine.diagnostics()
         folder.append(folder.diagnostics, notes[self._notes :])
         self._notes = len(notes)
