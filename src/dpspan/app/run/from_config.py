@@ -19,7 +19,7 @@ from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.methods import ConvexSection
 from dpspan.app.data import Loaded, Source, load
-from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.preprocessing import Preprocessing, spelt
 from dpspan.app.run.columns import budget_of, frozen_columns
 from dpspan.app.run.evaluation import Evaluation, groups_of
 from dpspan.app.run.folder import RunFolder, read_json
@@ -247,11 +247,11 @@ def _units(config: Config, records: int) -> Units:
         where = f"{data.private.path}, which has none '{unit}'"
         raise ValueError(f"Expected data.unit to be a column (or array) of {where}.")
     units = Units.of(ids, data.records_per_unit, records=records, name="data.unit")
-    private, tests = set(map(str, ids)), {} if data.test is None else {"data.test": data.test}
+    private, tests = set(map(_who, ids)), {} if data.test is None else {"data.test": data.test}
     others = {f"data.public.{name}": source for name, source in data.public.items()} | tests
     for where, source in others.items():
         theirs = source.ids(unit)
-        known = private.intersection(() if theirs is None else map(str, theirs))
+        known = private.intersection(() if theirs is None else map(_who, theirs))
         found = f"{len(known)} units of {where} also occur in the private data, by {unit}"
         if known and (where not in tests or data.test_is_public):
             raise ValueError(
@@ -262,6 +262,11 @@ def _units(config: Config, records: int) -> Units:
             new = "they say nothing about new units"
             warnings.warn(f"dpspan: {found}: {new}. {_SECRET}", stacklevel=2)
     return units
+
+
+def _who(unit: Any) -> str:
+    """An id as text, the same in a file where a gap has made fractions of all ids."""
+    return spelt(unit).removesuffix(".0")
 
 
 def _layer(
