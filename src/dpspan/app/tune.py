@@ -332,9 +332,9 @@ class _Search:
         folder.append(folder.metrics, [plain(line)])
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         folder.write_text(folder.config, str(text))
-        shape = self._task.sample_shape
+        shape, scale = self._task.sample_shape, self._parts.private.scale
         done: dict[str, Any] = {"status": "finished", "diverged": None, "sample_shape": shape}
-        folder.write_facts(settings=config.fixed(), seed=config.training.seed, **done)
+        folder.write_facts(settings=config.fixed(), seed=config.training.seed, **done, scale=scale)
         shutil.rmtree(_file_in(folder).parent)
         return Tuned(
             folder=folder.path,

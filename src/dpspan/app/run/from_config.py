@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.methods import ConvexSection
-from dpspan.app.data import Loaded, Source, load
+from dpspan.app.data import ImageFolder, Loaded, Source, load
 from dpspan.app.preprocessing import Preprocessing, spelt
 from dpspan.app.run.columns import budget_of, frozen_columns
 from dpspan.app.run.evaluation import Evaluation, groups_of
@@ -124,6 +124,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         seed=config.training.seed,
         folder=folder,
         settings=config.fixed(),
+        scale=parts.private.scale,
         features=None if parts.layer is None else parts.layer.digest,
         preprocessing=parts.columns,
         output=config.output,
@@ -203,16 +204,7 @@ def _load(
         raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
     if private is None:
         return loaded
-    if loaded.shape != private.shape:
-        wanted = f"samples of shape {private.shape}, that of the private data"
-        raise ValueError(f"Expected {wanted}, in {where}, got {loaded.shape}.")
-    scaling = source.model_dump(include={"scale", "mean", "std"})
-    if scaling != config.data.private.model_dump(include=set(scaling)):
-        warnings.warn(
-            f"dpspan: {where} and data.private differ in scale, mean or std. If both files hold "
-            "the same kind of numbers, write the same constants in both.",
-            stacklevel=2,
-        )
+    _check_alike(where, source, loaded, config, private)
     if copies := loaded.copies_of(private):
         count = f"{len(copies)} of the {len(loaded.dataset)} samples"
         found = f"{count} of {where} also occur in the private data"
@@ -237,6 +229,35 @@ def _load(
         cure = "they say nothing about new records, and an audit must not use them"
         warnings.warn(f"dpspan: {found}: {cure}. {_SECRET}", stacklevel=2)
     return loaded
+
+
+def _check_alike(
+    where: str, source: Source, loaded: Loaded, config: Config, private: Loaded
+) -> None:
+    """Refuse what means something else than in the private data."""
+    own = config.data.private
+    if loaded.shape != private.shape:
+        wanted = f"samples of shape {private.shape}, that of the private data"
+        raise ValueError(f"Expected {wanted}, in {where}, got {loaded.shape}.")
+    if loaded.scale != private.scale and None in (source.scale, own.scale):
+        by = f"divided by {private.scale:g} in data.private, and in {where} by {loaded.scale:g}"
+        raise ValueError(
+            f"Inputs are {by}: only whole numbers of 8 bits are taken for pixels. Look at what "
+            "both files hold, and write `scale` in both, the same if they are of one kind."
+        )
+    if (loaded.scale, source.mean, source.std) != (private.scale, own.mean, own.std):
+        warnings.warn(
+            f"dpspan: {where} and data.private differ in scale, mean or std. If both files hold "
+            "the same kind of numbers, write the same constants in both.",
+            stacklevel=3,
+        )
+    if isinstance(source, ImageFolder) and isinstance(own, ImageFolder) and source.labelled:
+        classes: Any = config.data.labels  # numbers go with no folders
+        if source.class_names(classes) != own.class_names(classes):
+            raise ValueError(
+                f"The folders of {where} have other names than those of data.private, so that "
+                "their numbers differ in meaning. List the names of all classes in `classes`."
+            )
 
 
 def _units(config: Config, records: int) -> Units:

@@ -74,6 +74,7 @@ class Run:
     # Lines of metrics, about, the first of them before the first step, and a certificate at the
     # end. None for a line and a certificate each epoch.
     lines: int | None = None
+    scale: float | None = None  # what inputs were divided by
     features: str | None = None  # the digest of the frozen layer that the data have been through
     preprocessing: Preprocessing | None = None  # what became of the columns of tables
     output: OutputSection | None = None  # how often to save, and what else to write
@@ -320,6 +321,7 @@ class Run:
             status=status,
             diverged=_DIVERGED if status == "diverged" else None,
             sample_shape=self.task.sample_shape,
+            scale=self.scale,
         )
 
     def _measured(self) -> dict[str, Any]:
