@@ -347,7 +347,7 @@ def test_account_refuses(arguments: tuple[object, ...], message: str) -> None:
 
 def two_candidates(folder: Path) -> dict[str, Any]:
     data: Any = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     return {**data, "public": {**data["public"], "other": other}}
 
 

@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 
 import dpspan
-from dpspan.app.config import Config
+from dpspan.app.config import Config, ConfigError
 from dpspan.app.run import RunFolder, train
 from dpspan.app.run.from_config import make_parts
 from helpers.digits import config, digits, settings, write_images, write_npz
 
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
+WARM = {"public": "optin", "max_epochs": 1}
+METHODS: dict[str, dict[str, Any]] = {
+    "a warm start": {"warm_start": WARM},
+    "a method": {"method": {"name": "gep", "rank": 2, "public": "optin"}},
+    "a choice": {"method": {"name": "gep", "rank": 2}, "choose": {"epsilon": 0.5}},
+}
 
 
 @pytest.fixture
@@ -32,6 +38,67 @@ def changed(folder: Path, **arrays: Any) -> None:
 def run_of(folder: Path, data: Any = None, **sections: Any) -> Config:
     whole: Any = {**settings(folder)["data"], **(data or {})}  # type: ignore[dict-item]
     return config(folder, data=whole, **{"budget": NOISY, **sections})
+
+
+# -- test data that the model is made with --------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", METHODS)
+@pytest.mark.parametrize("copy", ["all", "public ones"])
+def test_public_data_are_no_test_data(folder: Path, user: str, copy: str) -> None:
+    arrays = np.load(folder / "digits.npz")
+    if copy == "public ones":  # and others
+        changed(folder, x_test=np.concatenate([arrays["x_public"], arrays["x_test"][60:]]),
+                y_test=np.zeros(len(arrays["x_test"]), int))  # fmt: skip
+    else:
+        changed(folder, x_test=arrays["x_public"][:9], y_test=arrays["y_public"][:9])
+    public: Any = dict(settings(folder)["data"]["public"])  # type: ignore[index]
+    if user == "a choice":
+        public["other"] = {**public["optin"], "inputs": "x_other", "labels": "y_other"}
+    made = run_of(folder, {"public": public}, **METHODS[user])
+    with pytest.raises(ValueError, match=r"data\.test also occur in data\.public\.optin.* Give"):
+        make_parts(made)
+
+
+def test_nor_are_they_read_from_the_same_place(folder: Path) -> None:
+    """Whatever is declared of equal rows."""
+    data: Any = settings(folder)["data"]
+    same = {"test": data["public"]["optin"], "equal_rows_allowed": True}
+    with pytest.raises(
+        ConfigError, match=r"data\.test: These are the records of data\.public\.optin"
+    ):
+        run_of(folder, same, warm_start=WARM)
+    run_of(folder, same)
+
+
+def test_public_data_without_use_may_be_anything(folder: Path) -> None:
+    data: Any = settings(folder)["data"]
+    make_parts(run_of(folder, {"public": {"optin": data["test"]}}))
+
+
+def test_a_few_equal_rows_are_on_record(folder: Path) -> None:
+    arrays = dict(np.load(folder / "digits.npz"))
+    arrays["x_test"][:3] = arrays["x_public"][:3]
+    changed(folder, x_test=arrays["x_test"])
+    with pytest.warns(UserWarning, match=r"3 of the 60 samples of data\.test also occur"):
+        train(run_of(folder, warm_start=WARM))
+    certificate = json.loads(RunFolder(folder / "run").certificate.read_text())
+    assert any("3 of the 60 samples of data.test" in each for each in certificate["warnings"])
+
+
+def test_copies_in_test_data_that_are_not_public_are_not_on_record(folder: Path) -> None:
+    arrays = dict(np.load(folder / "digits.npz"))
+    arrays["x_test"][:3] = arrays["x_public"][:3]
+    changed(folder, x_test=arrays["x_test"])
+    with pytest.warns(UserWarning, match=r"depends on private data: do not publish it"):
+        train(run_of(folder, {"test_is_public": False}, warm_start=WARM))
+    assert "also occur" not in RunFolder(folder / "run").certificate.read_text()
+
+
+def test_rows_that_are_declared_equal_are_taken(folder: Path) -> None:
+    arrays = np.load(folder / "digits.npz")
+    changed(folder, x_test=arrays["x_public"][:9], y_test=arrays["y_public"][:9])
+    make_parts(run_of(folder, {"equal_rows_allowed": True}, warm_start=WARM))
 
 
 # -- by what inputs are divided -------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_other_ways_to_train(folder: Path) -> None:
 
 def test_the_choice_of_public_data_is_paid_once(folder: Path) -> None:
     data = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     sections = {
         "data": {**data, "public": {**data["public"], "other": other}},
         "choose": {"epsilon": 0.5, "rank": 4},
@@ -169,7 +169,7 @@ def test_the_choice_of_public_data_is_paid_once(folder: Path) -> None:
 def test_a_run_that_has_begun_chooses_no_more(folder: Path) -> None:
     """A choice made now would be missing from what the run has certified."""
     data: Any = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     sections: dict[str, Any] = {
         "data": {**data, "public": {**data["public"], "other": other}},
         "choose": {"epsilon": 0.5, "rank": 4},

@@ -198,6 +198,7 @@ class _Search:
         task = task_of(config, parts.private, test)
         assert isinstance(task.budget, Budget)
         ledger = folder.open_ledger("rdp", task.budget)
+        ledger.warn(*parts.notes)
         if goes_on and state["done"] and not ledger.events:
             raise ValueError(f"{folder.ledger} is missing: restore it, or choose another folder.")
         search = cls(config, asked, folder, state, weights, parts, chosen, task, ledger)

@@ -37,7 +37,7 @@ class DataSection(Section):
     without it test results are unprivate. `records` is about how many private records there are, as
     a public number: the sampling rate is batch size / records. Without it the exact number is used,
     and the certificate tells it. `equal_rows_allowed` declares that test records which equal
-    private ones are other people's, as happens in tables of few values.
+    private ones, or public ones that are used, are other people's, as in tables of few values.
 
     `unit` is the column (or array) of the private data with one id a record, if a person may have
     several: then all of them are protected together, and batch_size and `records` count units.
@@ -245,9 +245,19 @@ class Config(Section):
             )
         return self
 
+    @property
+    def used_public(self) -> list[str]:
+        """Which of data.public the model learns from, as far as it is known."""
+        users = (self.method, self.warm_start, self.features)
+        names = {str(getattr(user, "public", None)) for user in users}
+        return [name for name in self.data.public if name in names or self.choose is not None]
+
     @model_validator(mode="after")
     def _can_be_judged_so(self) -> Self:
         data, judge = self.data, self.evaluate
+        for name in self.used_public:
+            if data.test is not None and data.public[name].records == data.test.records:
+                refuse("data.test", f"These are the records of data.public.{name}: give others.")
         if data.test is None and judge != EvaluateSection():
             refuse("evaluate", "Expected data.test, by which models are judged.")
         if judge.noise_multiplier and (data.test_is_public or data.unit):

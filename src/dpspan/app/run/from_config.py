@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from dpspan.support.units import Units
 
 FEATURES: Mapping[str, Any] = {"patches": PatchFeatures, "pretrained": PretrainedFeatures}
 _SECRET = "This message depends on private data: do not publish it."
-_EQUAL = "test records that equal private ones are declared to be other people's"
+_EQUAL = "test records that equal private or public ones are declared to be other people's"
 _GO_BACK = "Go back to those, or choose another output folder."
 
 
@@ -110,7 +110,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
     test = parts.test.dataset if parts.test is not None and shown else None
     task, name = task_of(config, parts.private, test), folder.path.resolve().name
     contender = contender_of(name, config, parts.public, steps=task.steps, chosen=chosen)
-    notes = [_EQUAL] * config.data.equal_rows_allowed
+    notes = [*parts.notes]
     planned = config.data.preprocessing.values()
     bounded = any(column.origin == "public rows" for column in planned)
     if not goes_on and processes.world == 1:
@@ -154,15 +154,22 @@ class Parts:
     model: nn.Module
     layer: PatchFeatures | None  # what all of these data have been through
     columns: Preprocessing | None  # what became of those of tables
+    notes: Sequence[str]  # what the certificate has to say of test data
 
 
 def make_parts(
-    config: Config, folder: RunFolder | None = None, *, goes_on: bool = False, pays: bool = False
+    config: Config,
+    folder: RunFolder | None = None,
+    *,
+    goes_on: bool = False,
+    pays: bool = False,
+    used: Collection[str] | None = None,
 ) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
     A frozen layer is learnt, or that of the folder if its run `goes_on`. What becomes of columns is
-    found unless the folder keeps it; bounds of them are released if the run `pays` for that.
+    found unless the folder keeps it; bounds of them are released if the run `pays` for that. What
+    is `used` of data.public, more than this configuration does maybe, can be no test data.
     """
     kept = folder.kept_features if folder and goes_on and config.features else None
     data, device = config.data, device_of(config)
@@ -170,10 +177,13 @@ def make_parts(
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
+    test = None if data.test is None else _load("data.test", data.test, config, columns, private)
+    notes = [_EQUAL] * data.equal_rows_allowed
     for name, source in data.public.items():
         read = _load(f"data.public.{name}", source, config, columns, private, public=True)
         public[name] = PublicData.of(read.tensors, name=name)
-    test = None if data.test is None else _load("data.test", data.test, config, columns, private)
+        if test is not None and name in (config.used_public if used is None else used):
+            notes += _shared(config, name, read, test)
     count = data.records or private.count  # stated, or told by the sampling rate
     what = "record" if private.units is None else "unit"
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count, unit=what)
@@ -185,9 +195,8 @@ def make_parts(
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    return Parts(
-        private=private, public=public, test=test, model=model, layer=layer, columns=columns
-    )
+    read_in: Any = {"private": private, "public": public, "test": test, "columns": columns}
+    return Parts(**read_in, model=model, layer=layer, notes=notes)
 
 
 def _load(
@@ -258,6 +267,26 @@ def _check_alike(
                 f"The folders of {where} have other names than those of data.private, so that "
                 "their numbers differ in meaning. List the names of all classes in `classes`."
             )
+
+
+def _shared(config: Config, name: str, public: Loaded, test: Loaded) -> list[str]:
+    """Refuse test data that the model learns from; a few equal rows are for the certificate."""
+    copies = [] if config.data.equal_rows_allowed else test.copies_of(public)
+    if not copies:
+        return []
+    count = f"{len(copies)} of the {len(test.dataset)} samples of data.test"
+    found = f"{count} also occur in data.public.{name}, which the model learns from"
+    shown = config.data.test_is_public
+    whole = len(copies) == len(test.dataset)
+    if whole or len(public.copies_of(test)) == len(public.dataset):
+        raise ValueError(
+            f"{found}: results on them say nothing about new records. Give other test data, or "
+            "other public data. If they are other people's, of the same values, say "
+            f"`equal_rows_allowed: true` under data. {'' if shown else _SECRET}".rstrip()
+        )
+    told = f"{found}: they say nothing about new records. {'' if shown else _SECRET}"
+    warnings.warn(f"dpspan: {told}".rstrip(), stacklevel=3)
+    return [found] * shown
 
 
 def _units(config: Config, records: int) -> Units:
