@@ -120,6 +120,20 @@ def test_a_unit_is_on_one_side_only(settings: dict[str, Any], tmp_path: Path, wh
     make_parts(config(settings, test=source(write(other, ["q0", "q1"], seed=1))))
 
 
+@pytest.mark.parametrize("theirs", [("7.0", "9.0"), (7.0, 9.0), (" 7", "9")])
+def test_an_id_may_be_spelt_as_a_fraction(
+    settings: dict[str, Any], tmp_path: Path, theirs: tuple[Any, ...]
+) -> None:
+    """As gaps beside whole numbers make of them."""
+    private, other = tmp_path / "private.npz", tmp_path / "other.npz"
+    x, y = np.random.default_rng(0).normal(size=(6, 2)), np.arange(6) % 2
+    np.savez(private, x=x[:4], y=y[:4], patient_id=[7, 7, 8, 8])
+    np.savez(other, x=x[4:], y=y[4:], patient_id=theirs)
+    files = [{"format": "npz", "path": str(path)} for path in (private, other)]
+    with pytest.raises(ValueError, match=r"1 units of data.public.extra also occur"):
+        make_parts(config(settings, private=files[0], public={"extra": files[1]}))
+
+
 def test_ids_of_every_format(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", ["p0", " p0 ", "p1"])
     assert Csv(path=path, inputs=("a",)).ids("patient_id") == ["p0", "p0", "p1"]

@@ -266,6 +266,20 @@ def test_init_asks_only_when_told_to(folder: Path) -> None:
     assert not Path("d.yaml").exists()
 
 
+def test_init_looks_for_the_column_of_ids(folder: Path) -> None:
+    (folder / "a.csv").write_text("Patient_ID,x,ill\n1,2,0\n")
+    arguments = ("init", "--data", "a.csv", "--classes", 2, "--out", "d.yaml", "--unit")
+    said = dpspan(*arguments, "patient id", code=1).stderr
+    assert "--unit to be a column (or array) of a.csv (did you mean 'Patient_ID'?)" in " ".join(
+        said.split()
+    )
+    assert not Path("d.yaml").exists()
+    dpspan(*arguments, "Patient_ID")
+    write_images(folder / "images", *digits(20))
+    images = ("init", "--data", "images", "--classes", 10, "--out", "e.yaml", "--unit", "who")
+    assert "Expected --unit to be a column (or array)" in dpspan(*images, code=1).stderr
+
+
 # -- account --------------------------------------------------------------------------------------
 
 
@@ -333,7 +347,7 @@ def test_account_refuses(arguments: tuple[object, ...], message: str) -> None:
 
 def two_candidates(folder: Path) -> dict[str, Any]:
     data: Any = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     return {**data, "public": {**data["public"], "other": other}}
 
 

@@ -173,6 +173,21 @@ BAD = {
         "rank: 16\n  random_subspace: true",
         "11: method.public: A random subspace uses no public data",
     ),
+    "random, and of public data": (
+        "  public: optin\n  rank: 16",
+        "  random_subspace: true\n  rank: 16\n  groups: 2",
+        "13: method.groups: This is for directions of public data: leave it out.",
+    ),
+    "a label to learn from": (
+        "label: c",
+        "label: b",
+        "5: data.public.optin.inputs: Expected no label among the inputs: take it out there.",
+    ),
+    "records of no unit": (
+        "  test_is_public",
+        "  records_per_unit: 2\n  test_is_public",
+        "7: data.records_per_unit: Expected data.unit beside it: the column with one id a record.",
+    ),
     "same key twice": (
         "  rank: 16",
         "  rank: 16\n  rank: 8",
@@ -190,6 +205,15 @@ def test_bad_ones(flaw: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(GOOD.replace(before, after, 1), name="c.yaml")
     assert f"c.yaml:{message}" in str(caught.value)
+
+
+def test_a_threshold_is_between_two_classes() -> None:
+    test = "  test: {format: npz, path: e.npz}\n  test_is_public"
+    text = GOOD.replace("  test_is_public", test) + "evaluate: {threshold: 0.9}\n"
+    assert parse_config(text).evaluate.threshold == 0.9
+    for classes in ("3", "[a, b, c]"):
+        with pytest.raises(ConfigError, match=r"evaluate\.threshold: .* two classes: leave it out"):
+            parse_config(text.replace("[no, yes]", classes))
 
 
 def test_every_problem_is_said_at_once() -> None:

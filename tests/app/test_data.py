@@ -115,6 +115,20 @@ def test_image_folder(tmp_path: Path) -> None:
     assert len(anywhere.dataset) == N
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_grey_images_of_more_than_8_bits_are_refused(tmp_path: Path, mode: str) -> None:
+    """Pillow would take all of their values from 255 on for white."""
+    kind = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
+    (tmp_path / "a").mkdir()
+    deep = Image.fromarray(np.full((4, 4), 4000).astype(kind))
+    assert deep.mode == mode
+    deep.save(tmp_path / "a" / "0.tif")
+    for channels in (1, 3):
+        source = ImageFolder(path=tmp_path, channels=channels, labelled=False)
+        with pytest.raises(ValueError, match=r"Image 1 of .* more than 8 bits .* `scale: 65535`"):
+            load(source, classes=2)
+
+
 def test_csv(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "a.csv", X, Y)
     pixels = tuple(f"p{i}" for i in range(64))

@@ -193,7 +193,7 @@ def test_units_are_protected(folder: Path) -> None:
 def test_public_rows_and_a_choice_are_paid_for(folder: Path) -> None:
     data = dict(settings(folder)["data"])  # type: ignore[call-overload]
     part = data["public"]["optin"]
-    data["public"] = {"a": part, "b": {**part, "inputs": "x_test", "labels": "y_test"}}
+    data["public"] = {"a": part, "b": {**part, "inputs": "x_other", "labels": "y_other"}}
     del data["test"], data["test_is_public"]
     method = {"name": "projected-adagrad", "steps": 5}
     chosen = {"epsilon": 0.5, "rank": 4}

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from dpspan.app.cli import app
 from dpspan.app.config import load_config
+from dpspan.app.dictionary import read_dictionary
 from dpspan.app.preprocessing import Preprocessing
 from dpspan.app.run.columns import frozen_columns
 from helpers.needs import extra
@@ -128,6 +129,12 @@ def test_every_problem_is_told_at_once(hospital: Path) -> None:
     ):
         assert expected in said.stderr
     assert "SECRET" not in said.stderr.replace("SECRET'", "")
+
+
+def test_values_of_a_dictionary_may_stand_apart(tmp_path: Path) -> None:
+    """Cells of a table are stripped: ' no' would never be found there."""
+    (tmp_path / "d.csv").write_text("name,type,values\nsmoker,categorical,yes | no\n")
+    assert read_dictionary(tmp_path / "d.csv")["smoker"]["values"] == ["yes", "no"]
 
 
 def test_a_dictionary_and_a_table_that_differ(hospital: Path) -> None:

@@ -150,6 +150,14 @@ class TestPage:
         assert "<script>" not in page
         assert "&lt;script&gt;alert(" in page
 
+    def test_a_name_is_no_formula(self, compared: Path, tmp_path: Path) -> None:
+        folder, name = tmp_path / "compared", r"a_$x$ $\foo$"
+        shutil.copytree(compared, folder)
+        before, after = (json.dumps(each)[1:-1] for each in (EVIL, name))
+        for path in folder.rglob("*.json*"):
+            path.write_text(path.read_text().replace(before, after))
+        assert name in render([folder], tmp_path / "r.html").read_text()
+
     def test_ids_are_unique(self, page: str) -> None:
         ids = re.findall(r'\bid="([^"]*)"', page)
         assert len(ids) == len(set(ids))

@@ -140,7 +140,7 @@ def test_other_ways_to_train(folder: Path) -> None:
 
 def test_the_choice_of_public_data_is_paid_once(folder: Path) -> None:
     data = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     sections = {
         "data": {**data, "public": {**data["public"], "other": other}},
         "choose": {"epsilon": 0.5, "rank": 4},
@@ -170,7 +170,7 @@ def test_the_choice_of_public_data_is_paid_once(folder: Path) -> None:
 def test_a_run_that_has_begun_chooses_no_more(folder: Path) -> None:
     """A choice made now would be missing from what the run has certified."""
     data: Any = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     sections: dict[str, Any] = {
         "data": {**data, "public": {**data["public"], "other": other}},
         "choose": {"epsilon": 0.5, "rank": 4},
@@ -277,6 +277,16 @@ def test_tensorboard_gets_the_same_numbers(folder: Path) -> None:
     assert names == {"epoch", "epsilon", "delta", "test_loss", "test_accuracy"}
     assert [event.step for event in events.Scalars("epsilon")] == [5, 10]
     assert {event.wall_time for event in events.Scalars("epsilon")} == {0.0}  # time tells of sizes
+
+
+def test_tensorboard_leaves_out_what_is_no_number(folder: Path) -> None:
+    extra("tensorboard")
+    output = {"folder": str(folder / "run"), "tensorboard": True}
+    training: Any = settings(folder)["training"]
+    wild = {**training, "optimizer": {"name": "sgd", "learning_rate": 3e38}}
+    assert train(config(folder, budget=NOISY, output=output, training=wild)).status == "diverged"
+    assert RunFolder(folder / "run").certificate.exists()
+    assert read_lines(RunFolder(folder / "run").metrics)[-1]["test_loss"] is None
 
 
 # -- stopping and going on ------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_another_version_is_refused(place: Path) -> None:
 def test_the_page_describes_every_file(place: Path) -> None:
     method = {"name": "gep", "public": "optin", "rank": 4, "diagnose": 5}
     data: Any = settings(Path())["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     chosen = config(
         Path(),
         data={**data, "public": {**data["public"], "other": other}},

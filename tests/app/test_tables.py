@@ -148,9 +148,6 @@ def test_parquet(parquet: Path, name: str, known: tuple[str, ...] | None) -> Non
 def test_labels_of_parquet(parquet: Path, label: str) -> None:
     columns = slow_tables.parquet_columns(parquet)
     same(Parquet(path=parquet, inputs=("floats", "texts"), label=label), columns)
-    twice = Parquet(path=parquet, inputs=("floats", label), label=label,
-                    categories={label: (*COLOURS, "0", "False")})  # fmt: skip
-    same(twice, columns)
 
 
 def test_the_first_flaw_is_named_in_the_order_of_pieces_then_columns(parquet: Path) -> None:

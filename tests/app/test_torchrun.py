@@ -70,7 +70,7 @@ def test_what_one_process_does_alone_is_refused(config: Path) -> None:
     document["choose"] = {"epsilon": 1.0, "rank": 4}
     document["method"] = {"name": "gep", "rank": 4, "clip": 1.0}
     public = document["data"]["public"]
-    public["test"] = {**public["optin"], "inputs": "x_test", "labels": "y_test"}
+    public["test"] = {**public["optin"], "inputs": "x_other", "labels": "y_other"}
     config.write_text(yaml.safe_dump(document))
     for each in in_processes(2, lambda rank: train(config)):
         assert isinstance(each, Failed)

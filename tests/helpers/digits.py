@@ -23,10 +23,11 @@ def digits(samples: int = 600, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_npz(folder: Path, samples: int = 600) -> Path:
-    x, y = digits(samples)
     public, test = samples // 10, samples // 5
+    x, y = digits(samples + public)
     path = folder / "digits.npz"
-    parts = {"public": slice(public), "test": slice(public, test), "train": slice(test, None)}
+    parts = {"public": slice(public), "test": slice(public, test), "train": slice(test, samples)}
+    parts["other"] = slice(samples, None)
     np.savez(
         path, **{f"{k}_{name}": a[s] for name, s in parts.items() for k, a in (("x", x), ("y", y))}
     )

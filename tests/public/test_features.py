@@ -168,7 +168,7 @@ def test_vectors_have_no_patches(folder: Path) -> None:
 
 def test_a_choice_is_of_what_the_layer_sees(folder: Path) -> None:
     data: Any = settings(folder)["data"]
-    other = {**data["public"]["optin"], "inputs": "x_test", "labels": "y_test"}
+    other = {**data["public"]["optin"], "inputs": "x_other", "labels": "y_other"}
     data = {**data, "public": {**data["public"], "tested": other}}
     sections = {
         "data": data,

@@ -69,13 +69,21 @@ class Source(Section):
     """A file or folder of samples.
 
     Inputs become (x / scale − mean) / std, of constants given here: numbers, or one per channel or
-    column. Without `scale`, pixels (whole numbers of 8 bits) are divided by 255, all else by 1.
+    column. Without `scale`, pixels (whole numbers of 8 bits) are divided by 255, all else by 1;
+    where some data of a run are pixels and others are not, all of them have to state it.
     """
 
     path: File
     scale: Positive | None = None
     mean: float | Numbers = 0.0
     std: float | Numbers = 1.0
+
+    @model_validator(mode="after")
+    def _labels_are_no_inputs(self) -> Self:
+        inputs, label = getattr(self, "inputs", ()), getattr(self, "label", None)
+        if getattr(self, "labels", label) in ([inputs] if isinstance(inputs, str) else inputs):
+            refuse("inputs", "Expected no label among the inputs: take it out there.")
+        return self
 
     @property
     def scaled(self) -> bool:
@@ -107,6 +115,7 @@ class Loaded:
     dataset: TensorDataset = field(repr=False)  # inputs, or inputs and labels
     outputs: int  # of a model for a sample: one a class, or the one number that is predicted
     raw: Array = field(repr=False)  # fingerprints of the inputs before scaling
+    scale: float  # what inputs were divided by
     units: Units | None = None  # whose they are, if not each somebody else's
 
     @property
@@ -180,8 +189,9 @@ def load(
     arrays = [inputs.astype(np.int64) if tokens else _arranged(source.path, inputs, layout)]
     # Now, as what follows writes to it
     raw = packed(map(fingerprints, _pieces(torch.from_numpy(arrays[0]))))
+    usual = 255.0 if inputs.dtype == np.uint8 and not tokens else 1.0
     if not tokens:
-        _scale(source, arrays[0], 255.0 if inputs.dtype == np.uint8 else 1.0)
+        _scale(source, arrays[0], usual)
     if labels is not None:
         if labels.shape != (len(inputs),):
             one_each = f"one label for each of the {len(inputs)} samples in {source.path}"
@@ -192,7 +202,7 @@ def load(
             else target.scaled(_measured(source.path, labels))[:, None].astype(np.float32)
         )
     dataset = TensorDataset(*map(torch.from_numpy, arrays))
-    return Loaded(dataset=dataset, outputs=count, raw=raw)
+    return Loaded(dataset=dataset, outputs=count, raw=raw, scale=source.scale or usual)
 
 
 def _arranged(path: Path, inputs: Array, layout: Layout | None) -> Array:
@@ -379,7 +389,7 @@ class ImageFolder(Source):
             raise ValueError(f"Expected a folder of images at {self.path}, got a file.")
         found = [
             (file, number)
-            for number, name in enumerate(self._class_names(classes) if self.labelled else [""])
+            for number, name in enumerate(self.class_names(classes) if self.labelled else [""])
             for file in sorted((self.path / name).rglob("*"))
             if file.suffix.lower() in _ENDINGS
         ]
@@ -396,18 +406,24 @@ class ImageFolder(Source):
     def _pixels(self, number: int, file: Path) -> Array:
         try:
             with Image.open(file) as image:
+                deep = image.mode[0] in "IF"
                 converted = image.convert("L" if self.channels == 1 else "RGB")
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise ValueError(  # its name may be somebody's
                 f"Image {number} of {self.path}, in the order of paths, cannot be read "
                 f"({type(error).__name__})."
             ) from None
+        if deep:  # all values from 255 on have become white
+            raise ValueError(
+                f"Image {number} of {self.path}, in the order of paths, has more than 8 bits a "
+                "pixel. Save all images with 8, or give arrays of them (npz), with `scale: 65535`."
+            )
         if self.size is not None:
             converted = converted.resize(self.size[::-1], Image.Resampling.BILINEAR)
         array = np.asarray(converted, dtype=np.uint8)
         return array.reshape(*array.shape[:2], self.channels)
 
-    def _class_names(self, classes: Classes) -> list[str]:
+    def class_names(self, classes: Classes) -> list[str]:
         """The subfolders. Each class must have one, even if it is empty: or numbers shift."""
         found = sorted(path.name for path in self.path.glob("[!.]*") if path.is_dir())
         expected = found if isinstance(classes, int) else list(classes)

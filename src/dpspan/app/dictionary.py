@@ -42,6 +42,7 @@ def _column(entry: dict[str, Any]) -> dict[str, Any]:
     if keys["kind"] not in ("drop", "id"):
         stated = "data dictionary" if {"low", "high", "values"} & {*given} else "public rows"
         keys |= given | {"origin": "paid release" if "epsilon" in given else stated}
-        keys |= {"values": given["values"].split("|")} if "values" in given else {}
+        values = [each.strip() for each in given.get("values", "").split("|")]
+        keys |= {"values": values} if "values" in given else {}
     made: Any = TypeAdapter(AnyColumn).validate_python(keys, strict=False)
     return {"kind": made.kind, **made.model_dump(mode="json", exclude_defaults=True)}

@@ -164,7 +164,7 @@ class Categorical(Column):
     def frozen(self, column: str, public: Rows, private: Rows, ledger: Ledger) -> Self:
         if self.values:
             return self
-        found = sorted({_spelt(each) for each in public(column)} - _GAPS)
+        found = sorted({spelt(each) for each in public(column)} - _GAPS)
         what = f"1 to {_MOST} values of '{column}' in public rows, or it to be dropped"
         expect(0 < len(found) <= _MOST, what, len(found))
         return self._with(values=tuple(found))
@@ -176,7 +176,7 @@ class Categorical(Column):
     def encoded(self, values: Values) -> tuple[Array, int]:
         codes, other = {text: code for code, text in enumerate(self.values)}, len(self.values)
         codes |= dict.fromkeys(_GAPS - {*codes}, other + self.indicator)
-        texts = ((str(each).strip(), _spelt(each)) for each in values)
+        texts = ((str(each).strip(), spelt(each)) for each in values)
         found = np.array([codes.get(a, codes.get(b, other)) for a, b in texts], dtype=np.intp)
         return np.eye(other + 1 + self.indicator)[found], int((found >= other).sum())
 
@@ -257,7 +257,7 @@ def numbers(values: Values) -> Array:
     return np.array([_number(each) for each in values], dtype=np.float64)
 
 
-def _spelt(value: Any) -> str:
+def spelt(value: Any) -> str:
     """A value as text: 2.0 is 2, as gaps beside whole numbers make fractions of them."""
     whole = isinstance(value, float | np.floating) and float(value).is_integer()
     return str(int(value)) if whole else str(value).strip()

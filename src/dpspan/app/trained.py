@@ -35,6 +35,7 @@ class TrainedRun:
     classes: tuple[str, ...]  # in the order of the model's outputs; none where it tells a number
     model: nn.Module  # in evaluation mode, behind the frozen layer of `features` if there is one
     sample_shape: tuple[int, ...] | None  # of what is trained
+    scale: float | None  # what its inputs were divided by; None if nobody knows
     certificate: dict[str, Any]
     epsilon: float  # of everything that was released on the way to the model
     delta: float
@@ -65,7 +66,12 @@ class TrainedRun:
     def _outputs(self, data: Any) -> torch.Tensor:
         labels, columns = self.config.data.labels, self.preprocessing
         if isinstance(data, str | Path):
-            inputs = load(self.source(data), classes=labels, preprocessing=columns).tensors[0]
+            loaded = load(self.source(data), classes=labels, preprocessing=columns)
+            if self.scale not in (None, loaded.scale):
+                by = f"divided by {self.scale:g}, those of {data} would be by {loaded.scale:g}"
+                cure = "Give a file of the same type of numbers, or an array as the model takes it"
+                raise ValueError(f"The model was trained on inputs {by}. {cure}.")
+            inputs = loaded.tensors[0]
         elif columns is not None and hasattr(data, "keys"):
             inputs = torch.from_numpy(columns.transform(data))
         elif hasattr(data, "keys"):  # its columns may be in any order, and are not scaled
@@ -104,7 +110,8 @@ def load_run(path: str | Path) -> TrainedRun:
     """
     folder = RunFolder(path)
     _check_there(folder, folder.model, folder.config)
-    config, shape = load_config(folder.config), (folder.facts or {}).get("sample_shape")
+    config, facts = load_config(folder.config), folder.facts or {}
+    shape = facts.get("sample_shape")
     _check_there(folder, *[folder.preprocessing] * bool(config.data.preprocessing))
     if isinstance(config.model, CheckpointSection):
         kept = config.model.model_dump(include={"factory", "arguments", "fix"})
@@ -134,6 +141,7 @@ def load_run(path: str | Path) -> TrainedRun:
         classes=names,
         model=model.eval(),
         sample_shape=shape and tuple(shape),
+        scale=facts.get("scale"),
         certificate=certificate,
         epsilon=float(certificate["epsilon"]),
         delta=float(certificate["delta"]),

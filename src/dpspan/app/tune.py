@@ -342,6 +342,7 @@ class _Search:
             status="diverged" if diverged else "finished",
             diverged=DIVERGED if diverged else None,
             sample_shape=self._task.sample_shape,
+            scale=self._parts.private.scale,
         )
         shutil.rmtree(_file_in(folder).parent)
         return Tuned(

@@ -247,11 +247,12 @@ class Capture:
                 self._watch_all()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.sees_batch = any(x.shape[:1] == (self.rows,) for x in tensors)
-            # In half precision 1/n would be rounded, for all records alike, before it is undone.
+            # In half precision 1/n would be rounded, for all records alike, before it is undone;
+            # a sharded model may run in less than it is kept in.
             halves = (torch.float16, torch.bfloat16)
             cast = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-            low = cast or any(p.dtype in halves for p in self.trained().values())
-            self.batch.at_outputs = low and self.batch.scale != 1
+            low = cast or self.shards or any(p.dtype in halves for p in self.trained().values())
+            self.batch.at_outputs = bool(low) and self.batch.scale != 1
         try:
             yield
         finally:

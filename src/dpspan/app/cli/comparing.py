@@ -122,7 +122,7 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         if folder.choice.exists():
             folder.refuse_lost_ledger()
         begun = is_comparison(to) or folder.features.exists()
-        parts = make_parts(first, folder, goes_on=begun)
+        parts = make_parts(first, folder, goes_on=begun, used=first.data.public)
         if parts.layer is not None and not begun:
             parts.layer.save(folder.features)
         if chooser is not None:

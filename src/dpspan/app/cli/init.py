@@ -72,6 +72,8 @@ def init(
     with _noted(problems):
         if dictionary is not None:
             columns = _described(_names(private), dictionary, private.get("label"))
+    with _noted(problems):
+        _check_unit(unit, private)
     if problems:
         raise ValueError("\n".join(problems))
     columns |= {unit: {"kind": "id"}} if unit in columns else {}
@@ -207,6 +209,14 @@ def _names(source: _Keys) -> list[str]:
 
         return array_names(Path(source["path"]))
     return list(source.get("inputs", ()))
+
+
+def _check_unit(unit: str | None, private: _Keys) -> None:
+    """ValueError if there are no such ids; the columns of `datasets` are not looked at."""
+    names = _names(private)
+    if unit is not None and unit not in names and private.get("format") not in (None, "datasets"):
+        there = f"of {private['path']}{spelt_otherwise(unit, names)}, and not the label"
+        raise ValueError(f"Expected --unit to be a column (or array) {there}.")
 
 
 def _npz(path: Path, label: str | None, part: str) -> _Keys:

@@ -37,7 +37,7 @@ class DataSection(Section):
     without it test results are unprivate. `records` is about how many private records there are, as
     a public number: the sampling rate is batch size / records. Without it the exact number is used,
     and the certificate tells it. `equal_rows_allowed` declares that test records which equal
-    private ones are other people's, as happens in tables of few values.
+    private ones, or public ones that are used, are other people's, as in tables of few values.
 
     `unit` is the column (or array) of the private data with one id a record, if a person may have
     several: then all of them are protected together, and batch_size and `records` count units.
@@ -94,6 +94,9 @@ class DataSection(Section):
         inputs = getattr(self.private, "inputs", ())
         if self.unit in ([inputs] if isinstance(inputs, str) else inputs):
             refuse("unit", "Expected a column that is not among the inputs: take it out there.")
+        if self.unit is None and self.records_per_unit != RECORDS_PER_UNIT:
+            cure = "Expected data.unit beside it: the column with one id a record."
+            refuse("records_per_unit", cure)
         return self
 
     @model_validator(mode="after")
@@ -219,10 +222,6 @@ class Config(Section):
                     f"{section}.public",
                     f"Expected the name of a dataset under data.public ({known}), got '{name}'.",
                 )
-        if self.data.test is None and self.evaluate != EvaluateSection():
-            refuse("evaluate", "Expected data.test, by which models are judged.")
-        if self.evaluate.noise_multiplier and (self.data.test_is_public or self.data.unit):
-            refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
         method, name = self.method, getattr(self.method, "public", None)
         flat = "logistic" if self.data.target is None else "linear"
         simple = self.model.name == flat and not (self.warm_start or self.trainable)
@@ -245,6 +244,28 @@ class Config(Section):
                 f"The method {method.name} needs public data: set `public` to the name of a "
                 "dataset under data.public, or add a `choose` section.",
             )
+        return self
+
+    @property
+    def used_public(self) -> list[str]:
+        """Which of data.public the model learns from, as far as it is known."""
+        users = (self.method, self.warm_start, self.features)
+        names = {str(getattr(user, "public", None)) for user in users}
+        return [name for name in self.data.public if name in names or self.choose is not None]
+
+    @model_validator(mode="after")
+    def _can_be_judged_so(self) -> Self:
+        data, judge = self.data, self.evaluate
+        for name in self.used_public:
+            if data.test is not None and data.public[name].records == data.test.records:
+                refuse("data.test", f"These are the records of data.public.{name}: give others.")
+        if data.test is None and judge != EvaluateSection():
+            refuse("evaluate", "Expected data.test, by which models are judged.")
+        if judge.noise_multiplier and (data.test_is_public or data.unit):
+            refuse("evaluate.noise_multiplier", "This is for private test data, without data.unit.")
+        count = data.classes if isinstance(data.classes, int) else len(data.classes or ())
+        if count > 2 and judge.threshold != EvaluateSection().threshold:
+            refuse("evaluate.threshold", "This is between two classes: leave it out.")
         return self
 
     def _fits_numbers(self) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dpspan.mechanisms import Method
 
 _Every = Annotated[int, Field(ge=0)]  # so many steps; 0 is never
+_OF_PUBLIC = ("public_labels", "public_samples", "groups", "solver")  # no random subspace has them
 _RULES = {
     "flat": "FlatClipping",
     "automatic": "AutomaticClipping",
@@ -98,6 +99,13 @@ class SubspaceMethodSection(MethodSection):
     solver: Literal["eigh", "lanczos", "power"] = "eigh"
     diagnose: _Every = 0
 
+    @model_validator(mode="after")
+    def _random_directions_are_of_no_data(self) -> Self:
+        for key in _OF_PUBLIC if self.random_subspace else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                refuse(key, "This is for directions of public data: leave it out.")
+        return self
+
     @property
     def needs_public(self) -> bool:
         return not self.random_subspace
@@ -105,9 +113,8 @@ class SubspaceMethodSection(MethodSection):
     def arguments(self) -> dict[str, Any]:
         found = super().arguments()
         if self.random_subspace:
-            for key in ("rank", "public_labels", "public_samples", "groups", "solver"):
-                del found[key]
-            return {**found, "subspace": dpspan.RandomSubspace(rank=self.rank)}
+            kept = {key: found[key] for key in found if key not in ("rank", *_OF_PUBLIC)}
+            return {**kept, "subspace": dpspan.RandomSubspace(rank=self.rank)}
         return found | ({"groups": dpspan.by_stage} if self.groups == "by_stage" else {})
 
 

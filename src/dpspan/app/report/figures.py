@@ -177,7 +177,7 @@ def _bars(rows: Mapping[str, Mapping[str, float]], *, height: float, digits: int
 
 def _name_rows(axis: Any, names: Iterable[str]) -> None:
     short = [n if len(n) <= _LONGEST else n[: _LONGEST - 1] + "…" for n in names]
-    axis.set_yticks(range(len(short)), short)
+    axis.set_yticks(range(len(short)), short, parse_math=False)  # a name with $ is no formula
     axis.invert_yaxis()
 
 

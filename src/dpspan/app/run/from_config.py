@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from dpspan.accounting.promises import Budget, warn_of_weaknesses
 from dpspan.app.config import Config, parse_config
 from dpspan.app.config.methods import ConvexSection
-from dpspan.app.data import Loaded, Source, load
-from dpspan.app.preprocessing import Preprocessing
+from dpspan.app.data import ImageFolder, Loaded, Source, load
+from dpspan.app.preprocessing import Preprocessing, spelt
 from dpspan.app.run.columns import budget_of, frozen_columns
 from dpspan.app.run.evaluation import Evaluation, groups_of
 from dpspan.app.run.folder import RunFolder, read_json
@@ -38,7 +38,7 @@ from dpspan.support.units import Units
 
 FEATURES: Mapping[str, Any] = {"patches": PatchFeatures, "pretrained": PretrainedFeatures}
 _SECRET = "This message depends on private data: do not publish it."
-_EQUAL = "test records that equal private ones are declared to be other people's"
+_EQUAL = "test records that equal private or public ones are declared to be other people's"
 _GO_BACK = "Go back to those, or choose another output folder."
 
 
@@ -123,6 +123,7 @@ def _prepared(config: Config, folder: RunFolder, processes: Processes) -> Run:
         seed=config.training.seed,
         folder=folder,
         settings=config.fixed(),
+        scale=parts.private.scale,
         features=None if parts.layer is None else parts.layer.digest,
         output=config.output,
         processes=processes,
@@ -150,15 +151,22 @@ class Parts:
     model: nn.Module
     layer: PatchFeatures | None  # what all of these data have been through
     columns: Preprocessing | None  # what became of those of tables
+    notes: Sequence[str]  # what the certificate has to say of test data
 
 
 def make_parts(
-    config: Config, folder: RunFolder | None = None, *, goes_on: bool = False, pays: bool = False
+    config: Config,
+    folder: RunFolder | None = None,
+    *,
+    goes_on: bool = False,
+    pays: bool = False,
+    used: Collection[str] | None = None,
 ) -> Parts:
     """Read the data and build the model; refuse what would make the guarantee an empty one.
 
     A frozen layer is learnt, or that of the folder if its run `goes_on`. What becomes of columns is
-    found unless the folder keeps it; bounds of them are released if the run `pays` for that.
+    found unless the folder keeps it; bounds of them are released if the run `pays` for that. What
+    is `used` of data.public, more than this configuration does maybe, can be no test data.
     """
     kept = folder.kept_features if folder and goes_on and config.features else None
     data, device = config.data, device_of(config)
@@ -166,10 +174,13 @@ def make_parts(
     private, public = _load("data.private", data.private, config, columns), {}
     if data.unit is not None:
         private = replace(private, units=_units(config, len(private.dataset)))
+    test = None if data.test is None else _load("data.test", data.test, config, columns, private)
+    notes = [_EQUAL] * data.equal_rows_allowed
     for name, source in data.public.items():
         read = _load(f"data.public.{name}", source, config, columns, private, public=True)
         public[name] = PublicData.of(read.tensors, name=name)
-    test = None if data.test is None else _load("data.test", data.test, config, columns, private)
+        if test is not None and name in (config.used_public if used is None else used):
+            notes += _shared(config, name, read, test)
     count = data.records or private.count  # stated, or told by the sampling rate
     what = "record" if private.units is None else "unit"
     warn_of_weaknesses(config.budget.epsilon, config.budget.delta, count, unit=what)
@@ -181,9 +192,8 @@ def make_parts(
     with seeded(config.training.seed):
         model = new_model(config, private).to(device)
         _rehearse(model, private, device)
-    return Parts(
-        private=private, public=public, test=test, model=model, layer=layer, columns=columns
-    )
+    read_in: Any = {"private": private, "public": public, "test": test, "columns": columns}
+    return Parts(**read_in, model=model, layer=layer, notes=notes)
 
 
 def _load(
@@ -200,16 +210,7 @@ def _load(
         raise ValueError(f"Expected labels in {where}, got inputs only: name where its labels are.")
     if private is None:
         return loaded
-    if loaded.shape != private.shape:
-        wanted = f"samples of shape {private.shape}, that of the private data"
-        raise ValueError(f"Expected {wanted}, in {where}, got {loaded.shape}.")
-    scaling = source.model_dump(include={"scale", "mean", "std"})
-    if scaling != config.data.private.model_dump(include=set(scaling)):
-        warnings.warn(
-            f"dpspan: {where} and data.private differ in scale, mean or std. If both files hold "
-            "the same kind of numbers, write the same constants in both.",
-            stacklevel=2,
-        )
+    _check_alike(where, source, loaded, config, private)
     if copies := loaded.copies_of(private):
         count = f"{len(copies)} of the {len(loaded.dataset)} samples"
         found = f"{count} of {where} also occur in the private data"
@@ -236,6 +237,55 @@ def _load(
     return loaded
 
 
+def _check_alike(
+    where: str, source: Source, loaded: Loaded, config: Config, private: Loaded
+) -> None:
+    """Refuse what means something else than in the private data."""
+    own = config.data.private
+    if loaded.shape != private.shape:
+        wanted = f"samples of shape {private.shape}, that of the private data"
+        raise ValueError(f"Expected {wanted}, in {where}, got {loaded.shape}.")
+    if loaded.scale != private.scale and None in (source.scale, own.scale):
+        by = f"divided by {private.scale:g} in data.private, and in {where} by {loaded.scale:g}"
+        raise ValueError(
+            f"Inputs are {by}: only whole numbers of 8 bits are taken for pixels. Look at what "
+            "both files hold, and write `scale` in both, the same if they are of one kind."
+        )
+    if (loaded.scale, source.mean, source.std) != (private.scale, own.mean, own.std):
+        warnings.warn(
+            f"dpspan: {where} and data.private differ in scale, mean or std. If both files hold "
+            "the same kind of numbers, write the same constants in both.",
+            stacklevel=3,
+        )
+    if isinstance(source, ImageFolder) and isinstance(own, ImageFolder) and source.labelled:
+        classes: Any = config.data.labels  # numbers go with no folders
+        if source.class_names(classes) != own.class_names(classes):
+            raise ValueError(
+                f"The folders of {where} have other names than those of data.private, so that "
+                "their numbers differ in meaning. List the names of all classes in `classes`."
+            )
+
+
+def _shared(config: Config, name: str, public: Loaded, test: Loaded) -> list[str]:
+    """Refuse test data that the model learns from; a few equal rows are for the certificate."""
+    copies = [] if config.data.equal_rows_allowed else test.copies_of(public)
+    if not copies:
+        return []
+    count = f"{len(copies)} of the {len(test.dataset)} samples of data.test"
+    found = f"{count} also occur in data.public.{name}, which the model learns from"
+    shown = config.data.test_is_public
+    whole = len(copies) == len(test.dataset)
+    if whole or len(public.copies_of(test)) == len(public.dataset):
+        raise ValueError(
+            f"{found}: results on them say nothing about new records. Give other test data, or "
+            "other public data. If they are other people's, of the same values, say "
+            f"`equal_rows_allowed: true` under data. {'' if shown else _SECRET}".rstrip()
+        )
+    told = f"{found}: they say nothing about new records. {'' if shown else _SECRET}"
+    warnings.warn(f"dpspan: {told}".rstrip(), stacklevel=3)
+    return [found] * shown
+
+
 def _units(config: Config, records: int) -> Units:
     """Whose the private records are; refuses those whose other records are public."""
     data, unit = config.data, str(config.data.unit)
@@ -244,11 +294,11 @@ def _units(config: Config, records: int) -> Units:
         where = f"{data.private.path}, which has none '{unit}'"
         raise ValueError(f"Expected data.unit to be a column (or array) of {where}.")
     units = Units.of(ids, data.records_per_unit, records=records, name="data.unit")
-    private, tests = set(map(str, ids)), {} if data.test is None else {"data.test": data.test}
+    private, tests = set(map(_who, ids)), {} if data.test is None else {"data.test": data.test}
     others = {f"data.public.{name}": source for name, source in data.public.items()} | tests
     for where, source in others.items():
         theirs = source.ids(unit)
-        known = private.intersection(() if theirs is None else map(str, theirs))
+        known = private.intersection(() if theirs is None else map(_who, theirs))
         found = f"{len(known)} units of {where} also occur in the private data, by {unit}"
         if known and (where not in tests or data.test_is_public):
             raise ValueError(
@@ -259,6 +309,11 @@ def _units(config: Config, records: int) -> Units:
             new = "they say nothing about new units"
             warnings.warn(f"dpspan: {found}: {new}. {_SECRET}", stacklevel=2)
     return units
+
+
+def _who(unit: Any) -> str:
+    """An id as text, the same in a file where a gap has made fractions of all ids."""
+    return spelt(unit).removesuffix(".0")
 
 
 def _layer(
@@ -284,7 +339,7 @@ def preparation_of(config: Config, parts: Parts) -> Preparation:
     planned = config.data.preprocessing.values()
     bounded = any(column.origin == "public rows" for column in planned)
     return Preparation(
-        notes=(_EQUAL,) * config.data.equal_rows_allowed,
+        notes=tuple(parts.notes),
         described=tuple(parts.public.values()) if bounded else (),
         columns=parts.columns,
     )

@@ -74,6 +74,7 @@ class Run:
     # Lines of metrics, about, the first of them before the first step, and a certificate at the
     # end. None for a line and a certificate each epoch.
     lines: int | None = None
+    scale: float | None = None  # what inputs were divided by
     features: str | None = None  # the digest of the frozen layer that the data have been through
     output: OutputSection | None = None  # how often to save, and what else to write
     processes: Processes = field(default_factory=Processes)  # those that train the model together
@@ -304,8 +305,9 @@ class Run:
         if line is not None:
             folder.append(folder.metrics, [line])
             for name in () if self._scalars is None else set(line) - {"step"}:
-                # Not when: steps take longer with more records.
-                self._scalars.add_scalar(name, line[name], line["step"], walltime=0.0)
+                if line[name] is not None:  # it was not finite
+                    # Not when: steps take longer with more records.
+                    self._scalars.add_scalar(name, line[name], line["step"], walltime=0.0)
         notes = engine.diagnostics()
         folder.append(folder.diagnostics, notes[self._notes :])
         self._notes = len(notes)
@@ -323,6 +325,7 @@ class Run:
             status=status,
             diverged=DIVERGED if status == "diverged" else None,
             sample_shape=self.task.sample_shape,
+            scale=self.scale,
         )
 
     def _measured(self) -> dict[str, Any]:
