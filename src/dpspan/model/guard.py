@@ -77,8 +77,7 @@ class Guard:
         self._settled = _Snapshot(self._versions(), self._fingerprints(constant=True))
         self._stepped: _Snapshot | None = None  # weights as the optimizer left them
         self._handed_over: list[Tensor] = []
-        self._order_known = views == 1
-        self._places_known = not units
+        self._order_known, self._places_known = views == 1, not units
         self._filled_up = 0  # batches with stand-ins, of which the first and then ever fewer
         self._fill_due = self._rows_known = False  # are looked at: is their order known?
         self._outputs: list[Tensor] = []
@@ -151,6 +150,11 @@ class Guard:
         tensors = {name: x for name, (x, _) in self._before.versions.items()}
         weights = self._written({n: x for n, x in tensors.items() if isinstance(x, nn.Parameter)})
         self._stepped = _Snapshot(weights, self._fingerprints() if self._due else None)
+
+    def moved(self) -> str | None:
+        """A weight that is not what it was when the batch came."""
+        weights = dict(self._module.named_parameters())
+        return next((n for n in self._changed_since(self._before) if n in weights), None)
 
     def forget_weights(self) -> None:
         """A saved state was loaded: the weights may be others from now on."""
