@@ -657,6 +657,19 @@ def test_wrong_reduction_is_refused_and_good_losses_are_not() -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_two_precisions_of_what_is_trained_are_refused(place: int, kind: torch.dtype) -> None:
+    model = network().to(kind)
+    wide, narrow = f"{place}.weight", f"{2 - place}.weight"
+    model[place].double()
+    with pytest.raises(ValueError, match=f"'{wide}' is in torch.float64 and '{narrow}' in {kind}"):
+        setup(module=model)
+    setup(module=network().double())
+    model[place].requires_grad_(False)
+    setup(module=model)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
