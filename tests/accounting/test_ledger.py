@@ -423,6 +423,20 @@ def test_what_another_ledger_saved_comes_on_top(held):
     assert ledger.invalid == ("known here already", "a fixed seed")
 
 
+def test_a_state_that_is_loaded_again_counts_once():
+    first = spent((A, 3))
+    early = first.state_dict()
+    first.charge(A)
+    ledger = spent((A, 2))
+    for _ in range(2):  # with what was released in between
+        ledger.load_state_dict(early)
+        ledger.charge(B)
+    assert Counter(dict(ledger.events)) == {A: 5, B: 2}
+    ledger.load_state_dict(first.state_dict())  # a later one is added whole
+    ledger.load_state_dict(spent((A, 3)).state_dict())  # as another's is
+    assert Counter(dict(ledger.events))[A] == 5 + 4 + 3
+
+
 def test_its_own_state_cannot_make_a_ledger_forget():
     ledger = spent((A, 3))
     early = ledger.state_dict()

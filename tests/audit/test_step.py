@@ -16,6 +16,7 @@ from dpspan import (
     GEP,
     PDPSGD,
     RGP,
+    AdaptiveClipping,
     AutomaticClipping,
     BiasedGEP,
     ConstantMixing,
@@ -41,6 +42,8 @@ METHODS = {
     "RGP": RGP(rank=2, clip=0.7),
     "mirror": MirrorDescent(public=(PUBLIC, LABELS), clip=0.7, mixing=ConstantMixing(share=0.5)),
 }
+# Its std falls to a fraction within the steps that are looked at.
+FALLING = DPSGD(clip=100.0, clipping=AdaptiveClipping(quantile=0.1, rate=1.0))
 
 
 PLANTED = [
@@ -87,6 +90,11 @@ def test_nothing_is_found_in_a_sound_step(name: str) -> None:
     assert audit.passed, said(audit)
     added = [c.measured for c in audit.checks if "of a canary" in c.name]
     assert 0.95 < max(added) < 1.05  # the clip was reached
+
+
+def test_nor_where_the_clip_falls() -> None:
+    audit = audited(FALLING)
+    assert audit.passed, said(audit)
 
 
 def test_few_numbers_are_not_called_correlated() -> None:

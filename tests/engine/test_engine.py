@@ -514,6 +514,44 @@ def test_gradients_must_not_pile_up_without_steps() -> None:
                 nn.CrossEntropyLoss()(model(x), y).backward()
 
 
+class Decaying(torch.optim.Optimizer):
+    """Decays weights whatever their gradients are."""
+
+    def __init__(self, parameters: Any, hidden: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.hidden = hidden  # from autograd's versions
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            (p.data if self.hidden else p).mul_(0.9)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_optimizer_that_counts_pieces_is_refused(hidden: bool) -> None:
+    model = network()
+    optimizer = Decaying(model.parameters(), hidden)
+    engine, *run = setup(module=model, optimizer=optimizer, max_physical_batch_size=2)
+    with pytest.raises(CaptureError, match=r"changed '0\.weight' after a piece of a batch"):
+        train(*run)
+    assert engine.ledger.invalid
+    model = network()
+    engine, *run = setup(module=model, optimizer=Decaying(model.parameters(), hidden))
+    train(*run)  # once a step is no secret
+    assert not [reason for reason in engine.ledger.invalid if "piece" in reason]
+
+
+@pytest.mark.parametrize(
+    "kind", ["SGD", "AdamW", "Adam", "Adagrad", "RMSprop", "NAdam", "Adadelta", "ASGD"]
+)
+def test_optimizers_of_torch_take_pieces(kind: str) -> None:
+    model = network()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, weight_decay=0.1)
+    engine, *run = setup(module=model, optimizer=optimizer, max_physical_batch_size=2)
+    train(*run)
+    assert not [reason for reason in engine.ledger.invalid if "piece" in reason]
+
+
 def test_a_batch_may_be_skipped() -> None:
     engine, model, optimizer, loader = setup()
     for number, (x, y) in enumerate(loader):
@@ -617,6 +655,19 @@ def test_wrong_reduction_is_refused_and_good_losses_are_not() -> None:
         for x, y in loader:
             criterion(model(x), y).backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_two_precisions_of_what_is_trained_are_refused(place: int, kind: torch.dtype) -> None:
+    model = network().to(kind)
+    wide, narrow = f"{place}.weight", f"{2 - place}.weight"
+    model[place].double()
+    with pytest.raises(ValueError, match=f"'{wide}' is in torch.float64 and '{narrow}' in {kind}"):
+        setup(module=model)
+    setup(module=network().double())
+    model[place].requires_grad_(False)
+    setup(module=model)
 
 
 @pytest.mark.parametrize(

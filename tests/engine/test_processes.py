@@ -17,7 +17,18 @@ from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dpspan import DPSGD, Budget, Contender, Ledger, PrivacyEngine, Task, choose_public, compare
+from dpspan import (
+    DPSGD,
+    Budget,
+    Contender,
+    Ledger,
+    PrivacyEngine,
+    Task,
+    choose_public,
+    compare,
+    private_metric,
+    private_quantiles,
+)
 from dpspan.convex import PrivateLogisticRegression
 from dpspan.support.errors import UnsupportedModule
 from helpers.training import data, network, private_with_epsilon, setup, train
@@ -52,6 +63,10 @@ ENGINE: dict[str, Callable[[], Any]] = {
 }
 DOORS: dict[str, Callable[[], Any]] = {
     "fit": fit,
+    "metric": lambda: private_metric([1.0], noise_multiplier=1.0, ledger=Ledger()),
+    "quantiles": lambda: private_quantiles(
+        [1.0], [0.5], bounds=(0, 1), epsilon=1.0, ledger=Ledger()
+    ),
     "choose_public": choose,
     "compare": comparison,
 }

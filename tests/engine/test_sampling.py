@@ -42,6 +42,7 @@ from dpspan.engine.sampling import (
     Piece,
     PoissonDraw,
     PrivateLoader,
+    records_of,
 )
 from dpspan.support.randomness import FreshWorker
 
@@ -845,6 +846,16 @@ class Reversed(SequentialSampler):
             ValueError,
             "batch_sampler is a list: .* build the DataLoader without batch_sampler",
         ),
+        *(
+            (lambda s=sampler: DataLoader(NINE, sampler=s), ValueError, "give .*Subset")
+            for sampler in (
+                SequentialSampler(range(4)),
+                RandomSampler(range(4)),
+                RandomSampler(NINE, num_samples=4),
+                RandomSampler(NINE, replacement=True),
+                RandomSampler(range(4), num_samples=9),
+            )
+        ),
     ],
 )
 def test_loaders_that_would_lose_their_meaning_are_refused(make, error, message):
@@ -852,6 +863,13 @@ def test_loaders_that_would_lose_their_meaning_are_refused(make, error, message)
         plan_sampling(make(), poisson_sampling=True, sample_rate=None)
     with pytest.raises(error, match=message):
         PrivateLoader(make(), Scripted(SCRIPT, records=9))
+
+
+@pytest.mark.parametrize(
+    "sampler", [SequentialSampler(range(9)), RandomSampler(NINE, num_samples=9)]
+)
+def test_a_sampler_of_all_records_loses_nothing(sampler):
+    assert records_of(DataLoader(NINE, sampler=sampler)) == 9
 
 
 def test_a_draw_for_another_dataset_is_refused():

@@ -279,6 +279,11 @@ def test_groups_of_parameters(kind: str, name: str) -> None:
 # -- what it costs --------------------------------------------------------------------------------
 
 
+def test_more_groups_than_directions_are_refused_at_the_beginning() -> None:
+    with pytest.raises(ValueError, match="rank of at least 4, the groups, got 2"):
+        precise(method=METHODS["PDPSGD"](rank=2, groups=lambda name: name))
+
+
 def test_every_method_costs_the_same() -> None:
     """ε for the same z, q and T to the last digit, and the same events."""
     engines = {}

@@ -383,6 +383,11 @@ def test_groups_and_their_ranks() -> None:
         round(70 * x / (200**0.5 + 800**0.5 + 20**0.5)) for x in (200**0.5, 800**0.5, 20**0.5)
     ]
     assert sum(ranks(shapes, grouped(shapes, 5), 33)) == 33
+    assert ranks(shapes, grouped(shapes, 6), 6) == [1] * 6
+    lopsided = {name: torch.Size((10**6 if name == "a" else 1,)) for name in "abcd"}
+    assert ranks(lopsided, grouped(lopsided, 4), 5) == [2, 1, 1, 1]
+    with pytest.raises(ValueError, match="rank of at least 6, the groups, got 5"):
+        ranks(shapes, grouped(shapes, 6), 5)
     with pytest.raises(ValueError, match="groups between 1 and 6"):
         grouped(shapes, 7)
 

@@ -18,6 +18,7 @@ import dpspan
 from dpspan import CaptureError, PrivacyEngine, UnsupportedModule
 from dpspan.accounting.certificate import weights_sha256
 from dpspan.accounting.ledger import RECORDS_TOLD
+from dpspan.model.criterion import Reductions
 from dpspan.model.guard import _RARELY
 from helpers.training import data, setup, train
 
@@ -423,6 +424,36 @@ def test_sums_by_hand_are_refused_where_a_mean_is_declared(name: str) -> None:
         loop(SUMS[name])
     with pytest.raises(ValueError, match="a sum over the batch"):
         loop(lambda m, x, y: SUMS[name](m, x, y) + 0.1 * MEANS["mean"](m, x, y))
+
+
+@pytest.mark.parametrize("name", ["divided", "sum divided", "divergence"])
+def test_a_sum_over_the_samples_is_a_mean_where_a_sum_is_declared(name: str) -> None:
+    with pytest.raises(ValueError, match="a mean over the batch, but loss_reduction is 'sum'"):
+        loop(MEANS[name], epochs=2, loss_reduction="sum")
+
+
+def test_a_sum_over_a_constant_is_no_mean_however_many_samples_there_are() -> None:
+    look, loss = Reductions(), torch.ones(12, requires_grad=True).sum() / 12
+    assert look(loss, 12) == {None}  # it may be by accident
+    assert look(loss, 6) == {None}
+    assert look.constant
+    look = Reductions()
+    assert look(loss, 12) == {None}
+    assert look(torch.ones(8, requires_grad=True).sum() / 8, 8) == {"mean"}
+    assert look(loss, 12) == {"mean"}
+    assert look(loss, 5) == {None}
+    assert Reductions()(loss, 12, fixed=True) == {"mean"}
+
+
+@pytest.mark.parametrize("constant", [10, 9])  # the expected batch size, and another
+def test_a_sum_over_a_constant_goes_as_neither(constant: int) -> None:
+    def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m(x), y, reduction="sum") / constant
+
+    for reduction in ("mean", "sum"):
+        with pytest.warns(UserWarning, match="pass criterion="):
+            engine = loop(loss, epochs=4, loss_reduction=reduction)
+            assert any("the loss could not be checked" in warning for warning in told(engine))
 
 
 def test_where_the_graph_is_silent_the_certificate_says_so() -> None:

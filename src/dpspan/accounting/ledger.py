@@ -70,6 +70,7 @@ class Ledger:
         self._lock = threading.RLock()  # threads may share a ledger, processes not
         self.mark = secrets.token_hex(8)  # tells what this ledger saved from what others did
         self._events: list[tuple[DpEvent, int]] = []
+        self._loaded: list[tuple[str, Releases]] = []  # of which ledgers, and their events then
         # Of these the keys count: each once, in order.
         self._warnings: dict[str, None] = {}
         self._invalid: dict[str, None] = {}
@@ -228,20 +229,25 @@ class Ledger:
 
         The ledger keeps its accountant and its budget (the saved one, if it has none). Loading
         never forgets a release: what this ledger holds of its own (public data chosen once more,
-        before the checkpoint was loaded) is added to the saved record, equal or not.
+        before the checkpoint was loaded) is added to the saved record, equal or not. The same state
+        counts once, however often it is loaded.
         """
         loaded = Ledger.from_state(state)
         if loaded._events:
             self.protect(loaded.unit)
-        if state["saved_by"] != self.mark:
+        source = state["saved_by"], loaded.events
+        if state["saved_by"] == self.mark:
+            if beyond(self._events, loaded._events) is None:
+                raise ValueError(
+                    "Cannot load the ledger state: this ledger has released more since it saved "
+                    "that state, and loading would forget it. Load into a new ledger."
+                )
+            self._events = loaded._events
+        elif source not in self._loaded:  # else these very releases are held already
+            self._loaded.append(source)
             for event, count in self._events:
                 loaded._record(event, count)
-        elif beyond(self._events, loaded._events) is None:
-            raise ValueError(
-                "Cannot load the ledger state: this ledger has released more since it saved that "
-                "state, and loading would forget it. Load into a new ledger."
-            )
-        self._events = loaded._events
+            self._events = loaded._events
         self._warnings |= loaded._warnings
         self._invalid |= loaded._invalid
         self._public |= loaded._public

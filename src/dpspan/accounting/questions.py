@@ -26,11 +26,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from dp_accounting import DpEvent
 
 from dpspan.accounting.events import gaussian_event, pure_event
 from dpspan.accounting.ledger import Ledger
 from dpspan.accounting.picking import MECHANISMS, Below, pick
 from dpspan.support.checks import check_count, check_number, check_positive, expect
+from dpspan.support.processes import refuse_several_processes
 from dpspan.support.secure import SecureGenerator
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -60,14 +62,12 @@ def private_metric(
         noise_multiplier: z. Of n records with a mean p of scores from 0 to 1 the error is about
             z·√(p² + (1 − p)²)/n.
         bounds: of a score; from public knowledge.
-        ledger: is charged before anything is drawn.
+        ledger: is charged before anything is drawn; in one process only.
     """
     low, high = _bounded_by(bounds)
     z = check_positive("noise_multiplier", noise_multiplier)
     known = np.nan_to_num(_one_number_each("scores", scores), nan=low, posinf=high, neginf=low)
-    if ledger is not None:
-        ledger.protect("record")
-        ledger.charge(gaussian_event(z))
+    _charge(ledger, gaussian_event(z))
     sums = np.array(both_sums((np.clip(known, low, high) - low) / (high - low)))
     noisy = np.maximum(sums + z * SecureGenerator().standard_normal(2), 0.0)
     records = max(float(noisy.sum()), 1.0)
@@ -100,7 +100,7 @@ def private_quantiles(
         bounds: between which numbers to look; from public knowledge.
         epsilon: ε of all of them together, with δ = 0.
         points: of the grid between the bounds, on which the answers lie.
-        ledger: is charged before anything is drawn.
+        ledger: is charged before anything is drawn; in one process only.
     """
     low, high = _bounded_by(bounds)
     points, epsilon = check_count("points", points, least=2), check_positive("epsilon", epsilon)
@@ -110,9 +110,7 @@ def private_quantiles(
         expect(0 <= quantile <= 1, "quantiles between 0 and 1", float(quantile))
     records = _one_number_each("values", values)
     each = epsilon / len(wanted)
-    if ledger is not None:
-        ledger.protect("record")
-        ledger.charge(pure_event(each), len(wanted))
+    _charge(ledger, pure_event(each), len(wanted))
     counts = on_grid(records, low, high, points)
     drawn = sorted(draw(counts, q, Fraction(each), secrets.randbelow) for q in wanted)
     found = np.empty(len(wanted))
@@ -142,6 +140,13 @@ def draw(counts: Sequence[int], quantile: Fraction, epsilon: Fraction, below: Be
     """The point that is taken for the quantile, ε-DP."""
     moves = max(quantile.numerator, quantile.denominator - quantile.numerator)
     return pick(MECHANISMS[0], scores(counts, quantile), epsilon / (2 * moves), below)
+
+
+def _charge(ledger: Ledger | None, event: DpEvent, count: int = 1) -> None:
+    if ledger is not None:
+        refuse_several_processes()  # each would draw an answer of its own
+        ledger.protect("record")
+        ledger.charge(event, count)
 
 
 def _one_number_each(name: str, values: Any) -> Floats:

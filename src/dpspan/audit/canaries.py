@@ -27,6 +27,7 @@ from dpspan.engine.private_step import PrivateRun
 from dpspan.engine.sampling import PoissonDraw
 from dpspan.gradients.layers.terms import Rows
 from dpspan.gradients.operator import PerSampleGradients, SmallGradient
+from dpspan.mechanisms.adaptive import AdaptiveMechanism
 from dpspan.mechanisms.base import EMBEDDING, Sums
 from dpspan.mechanisms.subspace_method import SubspaceMechanism
 from dpspan.support.checks import check_count, check_seed, expect
@@ -178,7 +179,7 @@ class _Planted:
         drawn = self.coins & (self._coins.random(len(self.coins)) < self._rate)
         if not drawn.any():
             return total
-        length = _LENGTH * self._run.plan.method.clip_norm
+        length = _LENGTH * self._clip
         rows = self._now[torch.from_numpy(drawn).to(self._now.device)] * length
         more: Sums = self._clipped_sum(self._as_gradients(rows))
         return {name: value + more[name] for name, value in total.items()}
@@ -194,10 +195,19 @@ class _Planted:
         for name, x in left.items():
             if name == EMBEDDING:
                 image = self._mechanism.span.embed(rows)
-            else:
+            elif name in rows.terms:
                 image = rows.terms[name].rows(0, rows.samples)
-            self.scores += (image @ x.to(image)).double().cpu().numpy()
+            else:  # of no gradient: an adaptive clip's count
+                continue
+            self.scores += (image @ x.to(image)).double().cpu().numpy() / self._clip
         return released
+
+    @property
+    def _clip(self) -> float:
+        """Of the present step: one that adapts moves, and the noise with it."""
+        own = getattr(self._mechanism, "_private", self._mechanism)
+        adapts = isinstance(own, AdaptiveMechanism)
+        return float(own.clip) if adapts else self._run.plan.method.clip_norm
 
     def _parts(self, rows: Tensor) -> dict[str, Tensor]:
         """What rows have of each parameter, (n, numel): views of them."""

@@ -7,6 +7,7 @@ or, in a step, what was released less what was summed.
 import math
 import multiprocessing
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Self
@@ -20,6 +21,7 @@ from torch import Tensor
 from dpspan.audit.findings import Check, rare
 from dpspan.engine.private_step import PrivateRun
 from dpspan.mechanisms.base import Sums
+from dpspan.mechanisms.noise import Noise
 from dpspan.public.fingerprints import Array
 
 _DRAWS, _NUMBERS = 3000, 20_000_000  # at most so many draws, and numbers in all
@@ -27,6 +29,19 @@ _COMPARED, _CROSSED = 24, 400  # draws that are compared with each other, and pa
 LONGEST = 100_000  # numbers of a draw that are compared
 _FORKED = 1000  # numbers of each part that a forked process draws
 _TAILS = (3.0, 4.0, 5.0)
+
+
+@contextmanager
+def noted(noise: Noise, asked: dict[str, float]) -> Iterator[None]:
+    """Meanwhile the std that each part of a release asks for is put down."""
+    add = noise.add
+
+    def watched(parts: Mapping[str, Tensor], std: float | Tensor) -> dict[str, Tensor]:
+        asked.update(dict.fromkeys(parts, float(std)))
+        return add(parts, std)
+
+    with patch.object(noise, "add", watched):
+        yield
 
 
 class NoiseWatch:
@@ -43,23 +58,20 @@ class NoiseWatch:
 
     def _drawn(self, like: Sums) -> Sums:
         """What the release of nothing is."""
-        noise, add = self._run._noise, self._run._noise.add
         nothing = {n: torch.zeros_like(x, dtype=torch.float64) for n, x in like.items()}
-
-        def watched(parts: Mapping[str, Tensor], std: float) -> dict[str, Tensor]:
-            self.std |= dict.fromkeys(parts, std)
-            return add(parts, std)
-
-        with patch.object(noise, "add", watched):
-            return self._run.mechanism.release(nothing, noise, self._run.plan.noise_multiplier)
+        z, noise = self._run.plan.noise_multiplier, self._run._noise
+        with noted(noise, self.std):
+            return self._run.mechanism.release(nothing, noise, z)
 
     def draw(self, most: int | None = None) -> Array:
         """The noise of one more release, of so many numbers of each part."""
         like = self._like.items()
         return self.scaled(self._drawn({name: value.flatten()[:most] for name, value in like}))
 
-    def scaled(self, noise: Sums) -> Array:
-        flat = [noise[name].detach().double().flatten() / self.std[name] for name in self._like]
+    def scaled(self, noise: Sums, asked: Mapping[str, float] | None = None) -> Array:
+        """In units of what this release asked for, which a clip that adapts moves."""
+        std = self.std | dict(asked or {})
+        flat = [noise[name].detach().double().flatten() / std[name] for name in self._like]
         return np.asarray(torch.cat(flat).cpu())
 
 

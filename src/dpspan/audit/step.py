@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpspan.audit.findings import StepAudit
-from dpspan.audit.noise import LONGEST, MeasuredNoise, NoiseWatch, drawn_by_a_fork
+from dpspan.audit.noise import LONGEST, MeasuredNoise, NoiseWatch, drawn_by_a_fork, noted
 from dpspan.audit.sampler import sampler_checks
 from dpspan.audit.sensitivity import Batches, Loss, sensitivity_checks
 from dpspan.engine.engine import PrivacyEngine
@@ -53,7 +53,7 @@ def audit_step(prepare: Callable[[], Prepared], loss: Loss, *, seed: int = 0) ->
         sums, noise = _real_steps(run, prepared, loss)
         watch = NoiseWatch(run, sums)
         for i, each in enumerate(noise):
-            releases[f"step {i + 1} of run {number}"] = watch.scaled(each)[:LONGEST].copy()
+            releases[f"step {i + 1} of run {number}"] = watch.scaled(*each)[:LONGEST].copy()
         if number == 1:
             engine.detach()
     if hasattr(os, "fork") and all(x.device.type == "cpu" for x in sums.values()):
@@ -68,14 +68,19 @@ def audit_step(prepare: Callable[[], Prepared], loss: Loss, *, seed: int = 0) ->
     return StepAudit(checks=checks, notes=tuple(notes))
 
 
-def _real_steps(run: PrivateRun, prepared: Prepared, loss: Loss) -> tuple[Sums, list[Sums]]:
-    """Train for some steps; what was summed last, and what each release added."""
-    release, summed, noise = run.mechanism.release, dict[str, Tensor](), list[Sums]()
+def _real_steps(
+    run: PrivateRun, prepared: Prepared, loss: Loss
+) -> tuple[Sums, list[tuple[Sums, dict[str, float]]]]:
+    """Train for some steps; what was summed last, what each release added and asked for."""
+    release, summed = run.mechanism.release, dict[str, Tensor]()
+    noise = list[tuple[Sums, dict[str, float]]]()
 
     def watched(total: Sums, *rest: Any) -> Sums:
         summed.update({name: value.clone() for name, value in total.items()})
-        released = release(total, *rest)
-        noise.append({name: released[name] - value for name, value in summed.items()})
+        asked = dict[str, float]()
+        with noted(run._noise, asked):
+            released = release(total, *rest)
+        noise.append(({name: released[name] - value for name, value in summed.items()}, asked))
         return released
 
     with patch.object(run.mechanism, "release", watched):

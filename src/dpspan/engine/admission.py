@@ -112,6 +112,7 @@ def check_parts(given: Given, processes: Processes) -> None:
     check_criterion(given.criterion, given.loss_reduction, module)
     validate(module)
     check_device(module)
+    check_precision(module)
     check_optimizer(given.optimizer, module)
     hooks = given.optimizer._optimizer_step_pre_hooks.values()
     taken = any(isinstance(getattr(hook, "__self__", None), PrivateRun) for hook in hooks)
@@ -211,6 +212,18 @@ def check_device(module: nn.Module) -> None:
                 f"Parameter '{name}' is on {parameter.device}, which has no float64. "
                 "Norms and noise need it: move the model to the CPU or to a CUDA device."
             ) from error
+
+
+def check_precision(module: nn.Module) -> None:
+    """Refuse float64 beside lower precision: norms would be bounded for that of one of the two."""
+    trained = [(name, p.dtype) for name, p in module.named_parameters() if p.requires_grad]
+    double = next((name for name, kind in trained if kind == torch.float64), None)
+    other, kind = next((x for x in trained if x[1] != torch.float64), (None, None))
+    if double is not None and other is not None:
+        raise ValueError(
+            f"Parameter '{double}' is in torch.float64 and '{other}' in {kind}, so rounding cannot "
+            "be bounded for both. Bring what is trained to one precision (model.float())."
+        )
 
 
 def admit_public(

@@ -252,6 +252,15 @@ class PrivateRun:
         if self._moved:  # not by a piece of a batch
             self.smoother.stepped()
             self._moved = False
+        elif moved := self.guard.moved():
+            why = (
+                f"The optimizer changed '{moved}' after a piece of a batch, which has no gradient "
+                "(weight decay of its own, say). The number of pieces is private, and so it would "
+                "reach the weights without noise: let step() skip parameters whose grad is None, "
+                "or leave max_physical_batch_size out."
+            )
+            self._ledger.invalidate(why)
+            raise CaptureError(why)
         self.guard.stepped()
 
     @contextmanager

@@ -416,4 +416,12 @@ def records_of(loader: DataLoader[Any] | PrivateLoader) -> int:
                 "silently replace it, and unequal weights would change the privacy analysis; "
                 f"build the DataLoader without {name}."
             )
+    order: Any = loader.sampler
+    drawn = getattr(order, "num_samples", len(dataset)), getattr(order, "replacement", False)
+    if drawn != (len(dataset), False) or len(order.data_source) != len(dataset):
+        raise ValueError(
+            "The data loader's sampler takes a part of its dataset, or records several times, and "
+            "private sampling would silently take all of it: give torch.utils.data.Subset(dataset, "
+            "indices) as the dataset, and leave sampler out."
+        )
     return len(dataset)

@@ -22,6 +22,7 @@ from dpspan.subspaces.sources import (
     RandomSubspace,
     SpanSource,
     grouped,
+    ranks,
 )
 from dpspan.subspaces.subspace import stable_rank
 from dpspan.support.checks import check_count, describe
@@ -101,7 +102,7 @@ class SubspaceMethod(Method):
         )
         gradients.try_one()
         shapes = {n: p.shape for n, p in setting.model.named_parameters() if p.requires_grad}
-        grouped(shapes, self.groups)
+        ranks(shapes, grouped(shapes, self.groups), self.rank)  # a wrong number is refused here
         return PublicSpan(
             gradients,
             rank=self.rank,

@@ -272,13 +272,31 @@ def mixes(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
     return others > 1e-5 * own
 
 
-def reductions(loss: Tensor, samples: int) -> set[str | None]:
-    """How the terms of the loss treat the batch: 'mean', 'sum', None where the graph is silent."""
-    found = _reductions(_behind(loss.grad_fn), samples)
-    return {None if kind == _SCALED_SUM else kind for kind in found}
+class Reductions:
+    """How the terms of a loss treat the batch, by all batches that were looked at.
+
+    A sum that is divided is a mean if the divisor goes with the samples, which takes batches of two
+    sizes to tell: one batch may have as many as a constant has. Filled-up ones have a `fixed` size.
+    """
+
+    def __init__(self) -> None:
+        self._divisors: dict[float, int] = {}  # for how many samples each was seen first
+        self.constant = False  # a divisor did not go with the samples
+
+    def __call__(self, loss: Tensor, samples: int, *, fixed: bool = False) -> set[str | None]:
+        """'mean', 'sum', None where the graph is silent."""
+        found = _reductions(_behind(loss.grad_fn), samples)
+        for divisor in (x for x in found if isinstance(x, float)):
+            first = self._divisors.setdefault(divisor, samples)
+            self.constant |= first != samples or divisor % samples != 0
+        mean = not self.constant and (fixed or len({*self._divisors.values()}) > 1)
+        divided = "mean" if mean else None
+        kinds = (divided if isinstance(x, float) else x for x in found)
+        return {None if kind == _SCALED_SUM else kind for kind in kinds}
 
 
-def _reductions(node: Any, samples: int) -> set[str | None]:
+def _reductions(node: Any, samples: int) -> set[str | float | None]:
+    """Of each term; a number for a sum that is divided by it."""
     kind, inputs = _kind(node), _inputs(node)
     if getattr(node, "_saved_reduction", None) in _REDUCTIONS:
         return {_of_torch_loss(node, samples)}
@@ -293,12 +311,15 @@ def _reductions(node: Any, samples: int) -> set[str | None]:
         return {found for below in inputs for found in _reductions(below, samples)}
     if kind in ("Mul", "Div") and len(inputs) == 1:
         factor = _factor(node) or math.nan
-        by_samples = factor % samples == 0
-        mean = math.isfinite(factor) and not (kind == "Mul" and by_samples)
-        become: dict[str | None, str | None] = {"mean": "mean" if mean else None}
-        if kind == "Div" and by_samples:  # by the samples, or by all entries of them
-            become |= {"sum": "mean", _SCALED_SUM: "mean"}
-        return {become.get(found) for found in _reductions(inputs[0], samples)}
+        mean = math.isfinite(factor) and not (kind == "Mul" and factor % samples == 0)
+        divisor = factor if kind == "Div" and math.isfinite(factor) else None
+
+        def become(found: str | float | None) -> str | float | None:
+            if found in ("sum", _SCALED_SUM):
+                return divisor
+            return found if mean else None
+
+        return {become(found) for found in _reductions(inputs[0], samples)}
     return {None}
 
 

@@ -19,8 +19,8 @@ from dpspan.gradients.stand_in import while_there
 from dpspan.model import isolation
 from dpspan.model.criterion import (
     CriterionCheck,
+    Reductions,
     mixes,
-    reductions,
     refuse_outside,
     state,
     tell_of_backward,
@@ -76,13 +76,12 @@ class Guard:
         self._before = _Snapshot({})  # the batch
         self._settled = _Snapshot(self._versions(), self._fingerprints(constant=True))
         self._stepped: _Snapshot | None = None  # weights as the optimizer left them
-        self._handed_over: list[Tensor] = []
-        self._order_known = views == 1
-        self._places_known = not units
+        self._order_known, self._places_known = views == 1, not units
         self._filled_up = 0  # batches with stand-ins, of which the first and then ever fewer
         self._fill_due = self._rows_known = False  # are looked at: is their order known?
-        self._outputs: list[Tensor] = []
+        self._handed_over, self._outputs = list[Tensor](), list[Tensor]()
         self._loss_known = self._taken = self._over = False
+        self._reductions = Reductions()
         self._checked = True  # between batches: what the model sees then is public
         look = Hook(self._look_at_batch, copied=_OfACopy(self))
         # In front: the layers' own hooks must not be half-way when the probe runs the model.
@@ -152,6 +151,11 @@ class Guard:
         weights = self._written({n: x for n, x in tensors.items() if isinstance(x, nn.Parameter)})
         self._stepped = _Snapshot(weights, self._fingerprints() if self._due else None)
 
+    def moved(self) -> str | None:
+        """A weight that is not what it was when the batch came."""
+        weights = dict(self._module.named_parameters())
+        return next((n for n in self._changed_since(self._before) if n in weights), None)
+
     def forget_weights(self) -> None:
         """A saved state was loaded: the weights may be others from now on."""
         self._stepped = None
@@ -180,8 +184,7 @@ class Guard:
                 "cuda_graphs: it could not be checked that the rows of a batch keep their order in "
                 "the training loop; if they do not, records that fill up a batch may count"
             )
-        passed = self._check_loss is not None and self._check_loss.passed
-        if self._taken and not self._loss_known and not passed:
+        if self._taken and not (self._loss_known or getattr(self._check_loss, "passed", False)):
             self._warn(
                 "the loss could not be checked to be the "
                 f"{'mean' if self._mean_loss else 'sum'} of one loss per sample, as loss_reduction "
@@ -263,7 +266,7 @@ class Guard:
         if loss.dim():
             return
         declared, other = ("mean", "sum") if self._mean_loss else ("sum", "mean")
-        found = reductions(loss, self._samples)
+        found = self._reductions(loss, self._samples, fixed=self._capture.batch.live is not None)
         if other in found:
             raise ValueError(
                 f"The loss is a {other} over the batch, but loss_reduction is '{declared}': "
@@ -277,6 +280,7 @@ class Guard:
                 f"loss per sample, then take the {declared}."
             )
         self._loss_known |= found == {declared}
+        self._loss_known &= not self._reductions.constant
 
     def _look_at_criterion(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensors = isolation.tensors_of((args, kwargs)).values()

@@ -266,10 +266,13 @@ def _contiguous(shapes: Mapping[str, torch.Size], count: int) -> list[Names]:
 
 def ranks(shapes: Mapping[str, torch.Size], groups: Sequence[Names], rank: int) -> list[int]:
     """How many directions each group gets: in proportion to the root of its size, `rank` in all."""
+    expect(len(groups) <= rank, f"rank of at least {len(groups)}, the groups", rank)
     roots = [math.sqrt(sum(shapes[name].numel() for name in names)) for names in groups]
     shares = [rank * root / sum(roots) for root in roots]
     whole = [max(1, int(share)) for share in shares]
     order = sorted(range(len(groups)), key=lambda i: whole[i] - shares[i])  # most wanting first
     for i in order[: max(0, rank - sum(whole))]:
         whole[i] += 1
+    while sum(whole) > rank:  # tiny groups have more than their share
+        whole[max(order, key=lambda i: (whole[i] > 1, whole[i] - shares[i]))] -= 1
     return whole
