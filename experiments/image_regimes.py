@@ -88,6 +88,7 @@ def page(name: str, experiment: ImageRegimesExperiment, results: Results, docs: 
     records, epsilons = experiment.records, experiment.targets.values
     places = [(n, epsilon) for n in records for epsilon in epsilons]
     known = {at: found for at in places if (found := measured(name, experiment, at, results))}
+    records = tuple(n for n in records if any(at[0] == n for at in known))
     maps = {title: cells_of(each, known) for title, each in experiment.maps.items()}
     lines = []
     for title, cells in maps.items():

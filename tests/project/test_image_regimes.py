@@ -53,7 +53,7 @@ def test_the_page(tmp_path: Path) -> None:
     labelled = {line.split(" | ")[0]: line.split(" | ")[1:] for line in last.splitlines()}
     assert labelled["| 300"][0] == "**warm start, GEP** +5.0 ± 0.0 (85.8; warm start, DP-SGD)"
     assert labelled["| 1,000"][3].startswith("warm start, DP-SGD is ahead of warm start, ")
-    assert labelled["| 10,000"][0] == "—"
+    assert "| 10,000" not in labelled  # nothing of it was run
     assert [line.split(" | ")[1] for line in none.splitlines() if "| 3,000" in line] == ["—"]
     assert (tmp_path / f"{NAME}.png").stat().st_size > 5_000
 
