@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,12 @@ def test_all_records_without_noise_and_clip_are_the_plain_trainer(
     plain = transformers.Trainer(classifier(), options, train_dataset=sentences())
     plain.train()
     ours = trainer(tmp_path / "private", **changes)
-    ours.train()
+    # A smoothed sum is divided by a number, and batches of one size don't tell that it is theirs.
+    told = (
+        pytest.warns(UserWarning, match="loss could not be checked") if smoothing else nullcontext()
+    )
+    with told:
+        ours.train()
     assert ours.state.global_step == plain.state.global_step == 4
     assert ours.engine.ledger.steps == 4
     start = weights(classifier())
