@@ -121,7 +121,17 @@ class PretrainedSection(FeaturesSection):
     side: Count | None = None
 
 
-AnyFeatures = Annotated[PatchesSection | PretrainedSection, Field(discriminator="name")]
+class ThermometerSection(FeaturesSection):
+    """`ThermometerFeatures` of a table by the public data of that name: cut points a column."""
+
+    name: Literal["thermometer"] = "thermometer"
+    cuts: Count = 4
+    limit: Annotated[float, Field(ge=1)] = 3.0
+
+
+AnyFeatures = Annotated[
+    PatchesSection | PretrainedSection | ThermometerSection, Field(discriminator="name")
+]
 
 
 class OptimizerSection(Section):
