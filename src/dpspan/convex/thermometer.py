@@ -57,7 +57,8 @@ class ThermometerFeatures(PatchFeatures):
 
     def forward(self, rows: Tensor) -> Tensor:
         limit = self.settings["limit"]
-        return ((self.responses(rows) - self.mean) * self.basis).clamp(-limit, limit)
+        features: Tensor = (self.responses(rows) - self.mean) * self.basis
+        return features.clamp(-limit, limit)
 
     @classmethod
     def _network(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
