@@ -154,7 +154,8 @@ def _scenes(
     if source is None or not source.labelled:
         raise ValueError(
             "Expected labelled public data to rehearse on, got none. Pass stand_in= (inputs and "
-            "labels of the same kind as the private ones); without any, no advice is free."
+            "labels of the same kind as the private ones). Without any, no advice about your data "
+            "is free: docs/which-method.md says what did best on others."
         )
     used = {data.digest: data for contender in contenders for data in public_of(contender)}
     others = None if stand_in is None else tuple(used.values())

@@ -100,7 +100,8 @@ def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
         unopened = "the private data are not opened to count them"
         raise ValueError(f"Expected data.records or --records, about how many: {unopened}.")
     if not settings.data.public:
-        raise ValueError("Expected data.public: advice is found on labelled public data.")
+        elsewhere = "docs/which-method.md says what did best elsewhere"
+        raise ValueError(f"Expected data.public with labels, to rehearse on; {elsewhere}.")
     check_compared(settings)
     return settings, records
 
