@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gzip
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments import one_run, text
+from experiments import one_run, regimes, tables, text
 from experiments.catalogue import load
+from experiments.label_sentences import LABELS_ONLY, STARTED, direction
 from experiments.one_run import Run, train
-from experiments.runner import Place
+from experiments.runner import Place, Results
 from experiments.schema import TrainingExperiment
 
 from helpers.needs import extra
@@ -78,3 +82,93 @@ def test_every_row_of_fine_tuning_starts(
     assert found["records"] == 30
     for part in PARTS:
         assert any(part in name for name in seen) == (part in trained), part
+
+
+# -- label sentences -------------------------------------------------------------------------------
+
+MAP = load("regimes-text")
+assert isinstance(MAP, regimes.RegimesExperiment)
+assert MAP.labels is not None
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Two classes along one direction, which one wording describes and the other does not."""
+    rng = np.random.default_rng(0)
+    y = np.arange(1500) % 2
+    x = rng.normal(size=(1500, 6)) + 1.5 * (2 * y[:, None] - 1) * np.eye(6)[0]
+    towards = 3.0 * np.eye(6)[:2, None]  # (wordings, 1, 6)
+    described = {f"labels_{w}": np.stack([-v, v]) for w, v in zip("ab", towards, strict=True)}
+    np.savez(tmp_path / "table.npz", x_train=x, y_train=y, **described)
+    tables.load.cache_clear()
+    return tmp_path
+
+
+def test_a_start_is_towards_the_second_class(table: Path) -> None:
+    split = tables.load(table, "table", 0, 100)
+    found = direction(table, "table", "a", split)
+    x = np.linalg.inv(np.diag(split.preparation.scale)) @ found  # of the features as they were
+    assert abs(x[0]) > 0.8 * np.linalg.norm(x)
+    auc = roc_auc_score(split.y_test, split.x_test @ found)
+    assert auc > 0.95
+    other = roc_auc_score(split.y_test, split.x_test @ direction(table, "table", "b", split))
+    assert abs(other - 0.5) < 0.2
+
+
+@pytest.mark.parametrize("method", [LABELS_ONLY, *STARTED])
+def test_a_fit_from_label_sentences(table: Path, method: str) -> None:
+    """Training at a rate of nearly nothing leaves the start, whatever its scale."""
+    spends = method in STARTED
+    given = (
+        {"epsilon": 5.0, "rate": 1e-9, "scale": 0.1} if spends else {"epsilon": 0.0, "rate": 0.0}
+    )
+    run = regimes.Run("table", 200, 100, method, **given, seed=0, wording="a")
+    row = regimes.work(run, Place(data=table))
+    split = tables.load(table, "table", 0, 100)
+    expected = roc_auc_score(split.y_test, split.x_test @ direction(table, "table", "a", split))
+    assert row["auc"] == pytest.approx(expected, abs=1e-6)
+    assert (4.9 < row["epsilon_spent"] <= 5.0) if spends else row["epsilon_spent"] == 0
+
+
+def test_stored_runs_without_label_sentences_are_still_found(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    run = regimes.Run("t", 300, 100, "DP-GD", 1.0, 0.1, 0)
+    old = {key: value for key, value in vars(run).items() if key not in ("scale", "wording")}
+    results.add({**old, "auc": 0.5})
+    assert results.of(run) is not None
+    assert results.of(replace(run, scale=0.1)) is None
+
+
+def test_wording_scale_and_rate_are_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best is wording "review" at a scale and a rate beyond the ends of their grids."""
+    results, best = Results(tmp_path / "results.jsonl"), {"scale": 5.0, "rate": 20.0}
+
+    def make(runs: list[regimes.Run], *_: Any) -> None:
+        for run in dict.fromkeys(runs):
+            if results.of(run) is None:
+                off = [abs(np.log10((getattr(run, k) or 1e-3) / v)) for k, v in best.items()]
+                good = 0.05 * (run.wording == "review") + 0.02 * (run.method in STARTED)
+                auc = 0.8 + good - 0.01 * sum(off) * ("only" not in run.method)
+                results.add({**vars(run), "auc": auc + 0.001 * (run.seed % 3)})
+
+    monkeypatch.setattr(regimes, "execute", make)
+    few = MAP.model_copy(update={"records": (300,), "epsilons": (0.5, 2.0)})
+    regimes.run(few, results, Place(data=tmp_path))
+    assert regimes.best_wording(few, results) == "review"
+    here = regimes.Searched(few, (300, 0.5), "DP-GD, label sentences", results)
+    assert here.wanted() == []
+    choice = here.best()
+    assert choice.wording == "review"
+    assert 1.0 < choice.scale < 100
+    assert 10 <= choice.rate < 100
+    (run, *_) = regimes.reported(few, (300, 0.5), LABELS_ONLY, results)
+    assert (run.records, run.epsilon, run.wording) == (0, 0.0, "review")
+    page = regimes.page(few, results, tmp_path)
+    labelled, none = page.split("**no labelled public phrases**")
+    assert "**100 labelled public phrases**" in labelled
+    assert "label" not in labelled.split("| 300")[1].split("\n")[0]
+    assert "| 300 | **DP-GD, label sentences** +" in none
+    assert "| mean AUC in % | mean of the tokens, 1,000 records, ε = 2 | mean of the" in none
+    assert (tmp_path / "regimes-text.png").stat().st_size > 5_000
