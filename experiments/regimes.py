@@ -288,8 +288,7 @@ def run(experiment: RegimesExperiment, results: Results, place: Place) -> None:
     execute(final, results, task, place.jobs, "regimes: runs")
     if experiment.variants is not None:
         for table in experiment.variants.tables.values():
-            if table not in experiment.tables:
-                run(experiment.of_table(table), results, place)
+            run(experiment.of_table(table), results, place)
 
 
 def measured(experiment: RegimesExperiment, at: Spot, results: Results) -> dict[str, Scores]:
