@@ -22,6 +22,7 @@ from experiments.one_run import Run, train
 from experiments.runner import Place, Results
 from experiments.schema import TrainingExperiment
 
+import dpspan
 from helpers.needs import extra
 
 FINETUNING = load("text-finetuning")
@@ -172,3 +173,50 @@ def test_wording_scale_and_rate_are_searched(
     assert "| 300 | **DP-GD, label sentences** +" in none
     assert "| mean AUC in % | mean of the tokens, 1,000 records, ε = 2 | mean of the" in none
     assert (tmp_path / "regimes-text.png").stat().st_size > 5_000
+
+
+def test_the_head_of_the_docs_starts_at_label_sentences(tmp_path: Path) -> None:
+    """As written, with a tiny encoder; then a private step from there."""
+    transformers, tokenizers = extra("transformers"), extra("tokenizers")
+    words = {word: index for index, word in enumerate(("<p>", "<u>", *"abcdefgh"))}
+    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<u>"))
+    pieces.normalizer = tokenizers.normalizers.Lowercase()
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    special = {"pad_token": "<p>", "unk_token": "<u>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, **special)
+    tokenizer.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**sizes, vocab_size=len(words), num_hidden_layers=1)
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    (block,) = [part.split("```")[0] for part in page.split("```python\n") if "described" in part]
+    names: dict[str, Any] = {
+        "encoder": str(tmp_path),
+        "public_sentences": ["abc", "bcd", "efg", "h", "ah"],
+        "sentences": ["a film", "a cab", "the end", "beef"] * 5,
+        "labels": torch.tensor([0, 1, 0, 1] * 5),
+    }
+    exec(block, names)
+    head, private = names["head"], names["private"]
+    assert len(private) == 20
+    norms = head.weight.norm(dim=1)
+    torch.testing.assert_close(norms, norms.mean().expand(2))
+    x = names["features"](names["ids"]([names["described"][1][0]]))
+    assert head(x)[0].argmax() == 1  # what describes a class is of that class
+    engine = dpspan.PrivacyEngine()
+    head, optimizer, loader = engine.make_private(
+        module=head,
+        optimizer=torch.optim.SGD(head.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(private, batch_size=10),
+        criterion=torch.nn.CrossEntropyLoss(),
+        method=dpspan.DPSGD(clip=1.0),
+        noise_multiplier=1.0,
+    )
+    before = head.weight.detach().clone()
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(head(inputs), targets).backward()
+        optimizer.step()
+    assert not torch.equal(before, head.weight)
+    assert head.weight.isfinite().all()
