@@ -247,20 +247,34 @@ class Capture:
                 self._watch_all()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.sees_batch = any(x.shape[:1] == (self.rows,) for x in tensors)
-            # In half precision 1/n would be rounded, for all records alike, before it is undone;
-            # a sharded model may run in less than it is kept in.
-            halves = (torch.float16, torch.bfloat16)
-            cast = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-            low = cast or self.shards or any(p.dtype in halves for p in self.trained().values())
-            self.batch.at_outputs = bool(low) and self.batch.scale != 1
+            if not before[1]:
+                self._choose_where_to_scale(tensors)
         try:
             yield
         finally:
             self.sees_batch, self.inside_call = before
 
+    def _choose_where_to_scale(self, inputs: list[Tensor]) -> None:
+        """At the outputs, where something is in half precision, frozen or not.
+
+        There 1/n would be rounded, for all records alike, before it is undone. A sharded model may
+        run in less than it is kept in.
+        """
+        halves = (torch.float16, torch.bfloat16)
+        cast = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+        low = cast or self.shards or any(p.dtype in halves for p in self.model.parameters())
+        before, now = self.batch.at_outputs, bool(low) and self.batch.scale != 1
+        if before not in (None, now) or (now and any(x.grad_fn is not None for x in inputs)):
+            raise CaptureError(
+                "In half precision with a mean loss, all calls of the model for a batch have to be "
+                "in the same precision, and what they are given must not depend on weights (on "
+                "what the model gave before, say). Take loss_reduction='sum', or float32."
+            )
+        self.batch.at_outputs = now
+
     def handed_out(self, outputs: Any) -> Any:
         """What a call of the model gives, in float32 where its gradient is multiplied there."""
-        if not self.active or not self.batch.at_outputs:
+        if self.inside_call or not self.active or not self.batch.at_outputs:
             return outputs
         leaves, structure = tree_flatten(outputs)
         known = (Tensor, bool, int, float, str, bytes, type(None))
@@ -382,7 +396,9 @@ class Capture:
 
     def listen(self, output: Tensor, path: str, receive: Callable[[Tensor], None]) -> Tensor:
         """`output`, arranged so that `receive` gets its gradient in the backward pass."""
-        batch, inside = self.batch, self.inside_call
+        # A checkpointed module of the model runs again during the backward pass.
+        inside = self.inside_call or torch._C._current_graph_task_id() != -1
+        batch = self.batch
 
         def heard(grad: Tensor) -> None:
             self.check_backward(path, batch)
@@ -407,8 +423,9 @@ class Capture:
             return grad
         if grad.dtype in (torch.float16, torch.bfloat16):
             raise CaptureError(
-                f"Layer '{path}' has gradients in half precision, of a mean, and was not used in a "
-                "call of the model itself. Call the model, take loss_reduction='sum', or float32."
+                f"Layer '{path}' has gradients in half precision, of a mean, and was used outside "
+                "of a call of the model itself, or under an autocast inside of it. Call the model, "
+                "all of it under autocast, take loss_reduction='sum', or float32."
             )
         return grad * batch.scale
 
@@ -476,7 +493,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.dtype = scale, x.dtype
-        return full_precision(x.data)
+        return full_precision(x.clone())  # what follows may work in place on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
