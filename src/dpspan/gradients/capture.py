@@ -234,11 +234,13 @@ class Capture:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan a call of the model that is about to come."""
         if self.active:
-            with self.call_of_model(args, kwargs):
+            with self.call_of_model(args, kwargs, only_planned=True):
                 self._stand_ins[self.model].plan(args, kwargs)
 
     @contextmanager
-    def call_of_model(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def call_of_model(
+        self, args: Any, kwargs: Any, *, only_planned: bool = False
+    ) -> Iterator[None]:
         """Around a call of the whole model."""
         before = self.sees_batch, self.inside_call
         self.inside_call = True
@@ -247,7 +249,7 @@ class Capture:
                 self._watch_all()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.sees_batch = any(x.shape[:1] == (self.rows,) for x in tensors)
-            if not before[1]:
+            if not (before[1] or only_planned):  # outside of an autocast, maybe
                 self._choose_where_to_scale(tensors)
         try:
             yield
