@@ -22,12 +22,13 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.gradients.batch import ExpectedBatch
 from dpspan.gradients.graphs import Graphs
+from dpspan.gradients.identities import Scaled, Tap
 from dpspan.gradients.layers import own_parameters, rule_for
 from dpspan.gradients.layers.groups import Ragged
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
 from dpspan.gradients.layers.terms import Rows, Term, only_first, weighted
 from dpspan.gradients.layout import joined
-from dpspan.gradients.numerics import full_precision, plain_arithmetic
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.planning import CaptureErrorAt, Planner
 from dpspan.gradients.stand_in import Hook, StandIn, _get_nothing, _own_forward, captures_on
@@ -288,7 +289,7 @@ class Capture:
             )
         scale = self.batch.scale
         scaled = [
-            _Scaled.apply(x, scale) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+            Scaled.apply(x, scale) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
             for x in leaves
         ]
         return tree_unflatten(scaled, structure)
@@ -415,7 +416,7 @@ class Capture:
         # The first trainable layer: nothing before it needs a gradient, so nothing else would
         # ask autograd for the gradient of its output. And a hook on a view (a linear layer's
         # output, of sequences) is lost when what follows works in place on it.
-        tapped: Tensor = _Tap.apply(self.anchor(output.device), output, heard)  # type: ignore[no-untyped-call]
+        tapped: Tensor = Tap.apply(self.anchor(output.device), output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
     def _own_size(self, path: str, grad: Tensor, inside: bool) -> Tensor:
@@ -473,33 +474,6 @@ class Capture:
         left, right = (Rows(image) for image in term.compress(*batch.carriers[name]))
         batch.put(Left(name), left if groups is None else left.merged(groups))
         batch.put(Right(name), right if groups is None else right.merged(groups))
-
-
-class _Tap(torch.autograd.Function):
-    """The identity, with an ear on its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, heard: Callable[[Tensor], None]) -> Tensor:
-        ctx.heard = heard
-        return x.data  # not a view: the layers behind may work in place on it
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        ctx.heard(grad)
-        return None, grad, None
-
-
-class _Scaled(torch.autograd.Function):
-    """The identity, in at least float32, on whose way back gradients are multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype = scale, x.dtype
-        return full_precision(x.clone())  # what follows may work in place on it
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad * ctx.scale).to(ctx.dtype), None
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
