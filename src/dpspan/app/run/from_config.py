@@ -171,7 +171,7 @@ def make_parts(
 
     A frozen layer is learnt, or that of the folder if its run `goes_on`. What becomes of columns is
     found unless the folder keeps it; bounds of them are released if the run `pays` for that. What
-    is `used` of data.public, more than this configuration does maybe, can be no test data.
+    is `used` of data.public, by default by this configuration, can be no test data.
     """
     kept = folder.kept_features if folder and goes_on and config.features else None
     data, device = config.data, device_of(config)
