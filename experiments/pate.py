@@ -67,9 +67,15 @@ def count_votes(teachers: Array, images: Array) -> Array:
 def answer(votes: Array, noise_multiplier: float, ledger: Ledger, noise: SecureGenerator) -> Array:
     """A class for each image, released: the ledger is charged for every one of them first."""
     ledger.charge(GaussianDpEvent(noise_multiplier), len(votes))
-    std = SENSITIVITY * noise_multiplier
-    noisy: Array = votes + std * noise.standard_normal(votes.shape)
-    return noisy.argmax(1)
+    answers: Array = with_noise(votes, noise_multiplier, noise).argmax(1)
+    return answers
+
+
+def with_noise(votes: Array, noise_multiplier: float, noise: SecureGenerator) -> Array:
+    """Each number of votes with σ·N(0, 1)."""
+    sigma = SENSITIVITY * noise_multiplier
+    noisy: Array = votes + sigma * noise.standard_normal(votes.shape)
+    return noisy
 
 
 class Student:
