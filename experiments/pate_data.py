@@ -45,7 +45,10 @@ class Setting(Section):
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of a setting; `known` are labels of the public ones, to judge answers by."""
+    """The images of a setting; `known` are labels of the public ones, to judge answers by.
+
+    They mean something where public images are of the private classes.
+    """
 
     private: Images
     public: Tensor

@@ -260,6 +260,7 @@ def _cell(
     if not made:
         return "—"
     marks = "\\*" if at_an_end(experiment, runs[0]) else ""
+    marks += " †" if len(made) < experiment.seeds else ""
     return spread(found["accuracy"] for found in made) + marks
 
 
@@ -268,6 +269,7 @@ def at_an_end(experiment: PateExperiment, chosen: Run) -> bool:
     if chosen.row == DPSGD:
         return chosen.rate in (min(experiment.rates), max(experiment.rates))
     at_end = chosen.teachers in (min(experiment.teachers), max(experiment.teachers))
+    at_end = at_end or chosen.passed_on == max(experiment.passed_on)
     asked = [queries for _, queries, *_ in experiment.grid(chosen.setting, chosen.row)]
     images = experiment.settings[chosen.setting].public.samples
     most = chosen.queries == max(asked) != images
