@@ -293,7 +293,7 @@ def _about_teachers(experiment: PateExperiment, setting: str, results: Results) 
             f"(passed on with {runs[0].passed_on:g}). {agreed} of the teachers agree on an image"
         )
         if experiment.settings[setting].same_source:
-            text += f", and are right on {voted} of the images; {answered} of the answers are"
+            text += f", and are right on {voted} of the images; of the noisy answers {answered} are"
         lines.append(f"{text}.")
     return lines
 
