@@ -68,3 +68,4 @@ def test_a_rotation_keeps_images_apart_and_mirror_images_together() -> None:
     other = seen.clone()
     other[1:] = 1e4
     assert torch.allclose(learnt(other)[0], learnt(seen)[0], atol=1e-4)
+    assert learnt(seen[:0]).shape == (0, 9)  # a batch may be empty

@@ -234,8 +234,8 @@ def _rotated(images: Tensor, degrees: float) -> Tensor:
     across, along = math.cos(angle), math.sin(angle)
     # `affine_grid` counts in halves of each side, which are of other lengths.
     turn = [[across, -along * height / width, 0], [along * width / height, across, 0]]
-    places = images.new_tensor(turn).expand(len(images), 2, 3)
-    grid = affine_grid(places, list(images.shape), align_corners=False)
+    one = affine_grid(images.new_tensor([turn]), [1, 1, height, width], align_corners=False)
+    grid = one.expand(len(images), -1, -1, -1)  # of images there may be none
     return grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
 
