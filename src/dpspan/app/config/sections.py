@@ -106,6 +106,7 @@ class PatchesSection(FeaturesSection):
     grid: Count | Annotated[Counts, Field(min_length=1)] = 2
     threshold: Annotated[float, Field(ge=0, lt=100)] = 0.25
     mirror: bool = True
+    rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
     power: Annotated[float, Field(gt=0, le=1)] = 0.6
     directions: Count = 1000
     whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
