@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from dpspan.app.section import ConfigError
-from experiments import dimension, image_regimes, missing, regimes, spectra, tables
+from experiments import dimension, image_regimes, missing, pate_table, regimes, spectra, tables
 from experiments.catalogue import load, names
 from experiments.distances import ChoosingExperiment, measure
 from experiments.runner import Place, Results, current_commit
@@ -36,6 +36,8 @@ def run(options: argparse.Namespace, results: Results, place: Place) -> None:
         spectra.run(experiment, results, place)
     elif isinstance(experiment, regimes.RegimesExperiment):
         regimes.run(experiment, results, place)
+    elif isinstance(experiment, pate_table.PateExperiment):
+        pate_table.run(experiment, results, place)
     elif isinstance(experiment, image_regimes.ImageRegimesExperiment):
         chosen = options.rows, options.seeds, options.targets
         image_regimes.run(name, experiment, results, place, *chosen)

@@ -10,6 +10,7 @@ from dpspan.app.section import parse
 from experiments.dimension import DimensionExperiment
 from experiments.distances import ChoosingExperiment
 from experiments.image_regimes import ImageRegimesExperiment
+from experiments.pate_table import PateExperiment
 from experiments.regimes import RegimesExperiment
 from experiments.schema import TrainingExperiment
 from experiments.spectra import SpectraExperiment
@@ -25,6 +26,7 @@ Experiment = (
     | SpectraExperiment
     | RegimesExperiment
     | ImageRegimesExperiment
+    | PateExperiment
 )
 KINDS: dict[str, type[Experiment]] = {
     "training": TrainingExperiment,
@@ -34,6 +36,7 @@ KINDS: dict[str, type[Experiment]] = {
     "spectra": SpectraExperiment,
     "regimes": RegimesExperiment,
     "image regimes": ImageRegimesExperiment,
+    "pate": PateExperiment,
 }
 
 

@@ -9,24 +9,17 @@ Each map has rows that know equally much: no public data, images without labels,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dpspan.app.section import Counts, Section, Share, Texts
+from dpspan.app.section import Counts, Share
 from experiments.data import ImagesSection
-from experiments.leads import Cell, Measured, Spot, cell, leads_table, means_table, plot
+from experiments.leads import Map, Spot, cells_of, leads_table, means_table, plot
 from experiments.runner import Place, Results
 from experiments.schema import TrainingExperiment
 from experiments.sweep import cell_runs, sweep
-
-
-class Map(Section):
-    """The rows of one map."""
-
-    simple: Annotated[Texts, Field(min_length=1)]
-    ours: Annotated[Texts, Field(min_length=1)]
 
 
 class ImageRegimesExperiment(TrainingExperiment):
@@ -98,13 +91,3 @@ def page(name: str, experiment: ImageRegimesExperiment, results: Results, docs: 
     plot(records, epsilons, {t: cells for t, cells in maps.items() if cells}, docs / f"{name}.png")
     lines += ["", f"![who is ahead, by records, ε and public data]({name}.png)"]
     return "\n".join(lines) + "\n"
-
-
-def cells_of(rows: Map, known: dict[Spot, Measured]) -> dict[Spot, Cell]:
-    """The places of one map of which every row is there."""
-    names = (*rows.simple, *rows.ours)
-    return {
-        at: cell({name: found[name] for name in names}, rows.simple)
-        for at, found in known.items()
-        if all(name in found for name in names)
-    }

@@ -11,14 +11,25 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from scipy.stats import t as student
+
+from dpspan.app.section import Section, Texts
 
 Spot = tuple[int, float]  # records and ε: a place on the map
 Scores = dict[tuple[str, int], float]  # in per cent, by table and seed
 Measured = Mapping[str, Scores]  # by method
 LIKELY = 0.95
+
+
+class Map(Section):
+    """The rows of one map, which know equally much; `simple` are those that need no paper."""
+
+    simple: Annotated[Texts, Field(min_length=1)]
+    ours: Annotated[Texts, Field(min_length=1)]
 
 
 def mean(scores: Scores) -> float:
@@ -69,6 +80,16 @@ def cell(found: Measured, simple: Collection[str]) -> Cell:
     ahead, error = lead(found[best], found[first])
     freedom = len(found[best]) - len({table for table, _ in found[best]})
     return Cell(first, best, mean(found[best]), ahead, error, freedom)
+
+
+def cells_of(rows: Map, known: Mapping[Spot, Measured]) -> dict[Spot, Cell]:
+    """The places of one map of which every row is there."""
+    names = (*rows.simple, *rows.ours)
+    return {
+        at: cell({name: found[name] for name in names}, rows.simple)
+        for at, found in known.items()
+        if all(name in found for name in names)
+    }
 
 
 def leads_table(

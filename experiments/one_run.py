@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
@@ -15,7 +16,6 @@ from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import dpspan
@@ -93,8 +93,8 @@ def train(run: Run, experiment: TrainingExperiment, place: Place) -> dict[str, A
         result["diverged"] = True
     if trained.stopped:
         result["stopped"] = trained.stopped
-    if trained.tested is not model:
-        result["unaveraged"] = metrics(model, judged)
+    if trained.unaveraged is not None:
+        result["unaveraged"] = metrics(trained.unaveraged, judged)
     if experiment.attack and not diverged:
         attacked = membership_inference(
             trained.tested,
@@ -115,6 +115,7 @@ class _Trained:
     tested: nn.Module
     certificate: dict[str, Any] | None = None
     stopped: str | None = None  # why, before the last epoch
+    unaveraged: nn.Module | None = None  # if it has averaged weights: with the last ones
 
 
 def _trained(
@@ -130,7 +131,6 @@ def _trained(
     row, targets = experiment.rows[run.row], experiment.targets
     training = row.training or experiment.training
     epochs = max(1, round((run.share or 1) * training.epochs_at(run.target)))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = training.optimizer.build(trained, lr=run.rate)
     size = training.batch_size
@@ -163,17 +163,16 @@ def _trained(
             max_physical_batch_size=place.physical,
             cuda_graphs=place.graphs,
             views=training.views,
+            average_weights=training.average_weights,
+            low_pass=training.low_pass,
         )
     schedule = LambdaLR(optimizer, lambda epoch: training.schedule.factor(epoch, epochs))
     stopped: str | None = None
-    kept = None
-    if engine is not None and not training.averaging:
-        kept = _Kept(run, place, engine, model, optimizer)
+    kept = None if engine is None else _Kept(run, place, engine, model, optimizer)
     begin = 0 if kept is None else kept.load(schedule)
     try:
         for epoch in range(begin, epochs):
             for x, y in loader:
-                done = None if engine is None else engine.ledger.steps
                 optimizer.zero_grad()
                 if training.views > 1:
                     x, y = shifted(x, training.views), y.repeat_interleave(training.views)
@@ -181,9 +180,6 @@ def _trained(
                     loss = CRITERION(model(x), y)
                 loss.backward()
                 optimizer.step()
-                # A batch may come in pieces: only the last of them is a step.
-                if training.averaging and (engine is None or engine.ledger.steps != done):
-                    average.update_parameters(model)
             schedule.step()
             if kept is not None:
                 kept.save(epoch + 1)
@@ -194,8 +190,13 @@ def _trained(
         if not begun or (_finite(model) and not run.tuning):
             raise
         stopped = str(error)
-    certificate = None if engine is None else engine.certificate(targets.delta)
-    return _Trained(average.module if training.averaging else model, certificate, stopped)
+    if engine is None:
+        return _Trained(model, stopped=stopped)
+    last = None
+    if training.average_weights is not None:
+        last = copy.deepcopy(model)
+        engine.adopt_average()
+    return _Trained(model, engine.certificate(targets.delta), stopped, last)
 
 
 class _Kept:

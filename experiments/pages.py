@@ -14,6 +14,7 @@ from experiments import (
     anchors,
     dimension,
     image_regimes,
+    pate_table,
     plots,
     regimes,
     reproduction,
@@ -74,6 +75,8 @@ def _page(name: str, experiment: Experiment, results: Results, docs: Path) -> st
         return spectra.page(experiment, results, docs)
     if isinstance(experiment, regimes.RegimesExperiment):
         return regimes.page(experiment, results, docs)
+    if isinstance(experiment, pate_table.PateExperiment):
+        return pate_table.page(experiment, results)
     if isinstance(experiment, image_regimes.ImageRegimesExperiment):
         return image_regimes.page(name, experiment, results, docs)
     text = training_table(name, experiment, results)

@@ -51,8 +51,8 @@ class Training(Section):
     """How a row is trained. The learning rate falls by epoch; `epochs` may differ by target.
 
     `views` are randomly shifted and mirrored copies of an image, whose gradients are averaged
-    before the clip. `averaging` is the decay of an exponential average of the weights over steps,
-    which is then what is tested; 0 tests the last ones.
+    before the clip. `average_weights` and `low_pass` are what private rows do after the noise: with
+    an average of the weights, that is what is tested.
     """
 
     epochs: Count | dict[float, Count]
@@ -60,7 +60,8 @@ class Training(Section):
     optimizer: Annotated[Sgd | Adam, Field(discriminator="name")]
     schedule: AnySchedule = ConstantSection()
     views: Count = 1
-    averaging: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    average_weights: Share | None = None
+    low_pass: Share | None = None
 
     def epochs_at(self, target: float | None) -> int:
         """How many."""
@@ -182,6 +183,9 @@ class TrainingExperiment(Section):
             if others or (row.targets and not row.private):
                 self._refuse(name, f"Expected targets among {list(self.targets.values)}.")
             training = row.training or self.training
+            smoothed = training.average_weights or training.low_pass
+            if row.training and smoothed and not isinstance(row.method, MethodSection):
+                self._refuse(name, "Expected no average_weights or low_pass: it has no noise.")
             if isinstance(training.epochs, dict):
                 wanted = {target or 0.0 for target in self.targets_of(name)}
                 if wanted - set(training.epochs):

@@ -48,6 +48,7 @@ from dpspan.convex import (
     PublicScaling,
     Released,
 )
+from dpspan.convex.scaling import Preparation
 from experiments.anchors import Anchor
 from experiments.runner import Place, Results, execute
 from experiments.second_moment import ReleasedSecondMoment
@@ -169,6 +170,7 @@ class Split:
     public: PublicRows
     x_test: Any
     y_test: np.ndarray
+    preparation: Preparation  # what was done to all of them
 
 
 @lru_cache(maxsize=1)
@@ -187,14 +189,15 @@ def load(folder: Path, table: str, seed: int, known: int = PUBLIC) -> Split:
     else:
         held = len(x) // 5
         x_test, y_test, x, y = x[:held], y[:held], x[held:], y[held:]
+    preparation = Preparation()
     if table in ZERO_ONE:
         x, x_test = sparse.csr_matrix(x), sparse.csr_matrix(x_test)
     else:
-        prepare = PublicScaling().prepare(x[:known])
-        x, x_test = prepare.apply(x), prepare.apply(x_test)
+        preparation = PublicScaling().prepare(x[:known])
+        x, x_test = preparation.apply(x), preparation.apply(x_test)
     # Rows of different people that happen to be equal are common in such tables.
     public = PublicRows(x=x[:known], y=y[:known], name=table, equal_rows_allowed=True)
-    return Split(x[known:], y[known:], public, x_test, y_test)
+    return Split(x[known:], y[known:], public, x_test, y_test, preparation)
 
 
 def scores_of(

@@ -13,17 +13,17 @@ from dpspan.model.text import minilm_encoder
 class MeanPooled(nn.Module):
     """MiniLM with the pooling it was trained with, the mean over tokens, and a linear head.
 
-    `trained`: the head alone (a linear probe), or the encoder's matrices too, as in RGP's paper;
-    embeddings, norms and biases stay.
+    `trained`: the head alone (a linear probe), the encoder's matrices too, as in RGP's paper, where
+    embeddings, norms and biases stay, or all of it.
     """
 
-    def __init__(self, trained: Literal["head", "matrices"]) -> None:
+    def __init__(self, trained: Literal["head", "matrices", "all"]) -> None:
         super().__init__()
         self.encoder = minilm_encoder()
         self.head = nn.Linear(self.encoder.config.hidden_size, 2)
         for name, parameter in self.encoder.named_parameters():
             matrix = parameter.dim() == 2 and "embeddings" not in name
-            parameter.requires_grad_(matrix and trained == "matrices")
+            parameter.requires_grad_(trained == "all" or (matrix and trained == "matrices"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of token ids, 0 where a sentence has ended."""

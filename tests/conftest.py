@@ -41,6 +41,7 @@ NUMERIC = {
     "test_recurrent",
     "test_residuals",
     "test_rgp",
+    "test_rotation",
     "test_subspace",
     "test_subspace_engine",
     "test_transfer",

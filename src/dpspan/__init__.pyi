@@ -18,6 +18,7 @@ from .choose import Choice as Choice
 from .choose import choose_public as choose_public
 from .choose import gsd as gsd
 from .choose import rank_public as rank_public
+from .convex.thermometer import ThermometerFeatures as ThermometerFeatures
 from .engine.engine import PrivacyEngine as PrivacyEngine
 from .engine.sampling import BatchMemoryManager as BatchMemoryManager
 from .engine.sampling import PrivateLoader as PrivateLoader

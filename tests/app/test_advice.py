@@ -329,8 +329,7 @@ class TestOnPatches:
         plain, patches = (
             next(t for t in said.trials if t.name == n) for n in ("DP-SGD", "patches")
         )
-        assert patches.on_patches
-        assert not plain.on_patches
+        assert (patches.layer, plain.layer) == ("patches", None)
         assert patches.learning_rate in (4.0, 40.0)
         assert plain.learning_rate in (0.1, 1.0)
         assert patches.at_the_end
@@ -477,6 +476,7 @@ class TestAdvisedConfiguration:
                 False,
             ),
             ("AdaGrad", {"name": "adagrad", "steps": 30, "learning_rate": 0.125}, False),
+            ("AdaGrad, 4 cuts", {"name": "adagrad", "learning_rate": 0.125}, False),
         ],
     )
     def test_says_what_did_best(
@@ -493,6 +493,7 @@ class TestAdvisedConfiguration:
         assert config.training.optimizer.learning_rate == 0.125
         assert config.training.batch_size == 70
         assert (config.warm_start is not None) == warm
+        assert (config.features is not None) == ("cuts" in name)
         with warnings.catch_warnings():  # of ranks beyond what so small a model spans
             warnings.simplefilter("ignore")
             result = CliRunner().invoke(app, ["train", "c-advised.yaml"])

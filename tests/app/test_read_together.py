@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import dpspan
+from dpspan.app.cli.comparing import _task
 from dpspan.app.config import Config, ConfigError
 from dpspan.app.run import RunFolder, train
 from dpspan.app.run.from_config import make_parts
 from helpers.digits import config, digits, settings, write_images, write_npz
 
+BUDGET = {"epsilon": 3.0, "delta": 1e-5}
 NOISY = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
 WARM = {"public": "optin", "max_epochs": 1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -74,6 +76,17 @@ def test_nor_are_they_read_from_the_same_place(folder: Path) -> None:
 def test_public_data_without_use_may_be_anything(folder: Path) -> None:
     data: Any = settings(folder)["data"]
     make_parts(run_of(folder, {"public": {"optin": data["test"]}}))
+
+
+def test_nor_is_it_looked_at_by_a_comparison_that_does_not_use_it(folder: Path) -> None:
+    data: Any = settings(folder)["data"]
+    unused = run_of(folder, {"public": {"optin": data["test"]}}, budget=BUDGET)
+    assert _task({"plain": unused}, folder / "out")
+    used = run_of(folder, budget=BUDGET, warm_start=WARM)
+    arrays = np.load(folder / "digits.npz")
+    changed(folder, x_test=arrays["x_public"], y_test=arrays["y_public"])
+    with pytest.raises(ValueError, match=r"data\.test also occur in data\.public\.optin"):
+        _task({"plain": run_of(folder, budget=BUDGET), "warm": used}, folder / "other")
 
 
 def test_a_few_equal_rows_are_on_record(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from sklearn.base import BaseEstimator
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.ensemble import VotingClassifier, VotingRegressor
 from sklearn.feature_selection import RFE, SelectFromModel
 from sklearn.frozen import FrozenEstimator
 from sklearn.impute import SimpleImputer
@@ -207,6 +208,8 @@ class Wrapper(BaseEstimator):
     [
         (lambda: OneVsRestClassifier(logistic()), lambda last: last.estimators_[0]),
         (lambda: SelectFromModel(logistic()), lambda last: last.estimator_),
+        (lambda: VotingClassifier([("one", logistic())]), lambda last: last.estimators_[0]),
+        (lambda: VotingRegressor([("one", regression())]), lambda last: last.estimators_[0]),
         (
             lambda: TransformedTargetRegressor(regression(), func=np.sqrt, inverse_func=np.square),
             lambda last: last.regressor_,

@@ -6,12 +6,14 @@ kernels) are far apart, and a number of records at which the cheaper form change
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpspan
@@ -177,10 +179,71 @@ def test_a_mean_in_half_precision_comes_by_way_of_the_outputs() -> None:
         pass
 
     model = Parts(nn.Linear(4, 3), nn.Linear(3, 2)).bfloat16()
-    with pytest.raises(CaptureError, match="not used in a call of the model itself"):
+    with pytest.raises(CaptureError, match="used outside of a call of the model itself"):
         step(
             model,
             torch.randn(9, 4).bfloat16(),
             lambda _: model[1](model[0](torch.ones(9, 4).bfloat16())).mean(),
             loss_reduction="mean",
         )
+
+
+class Halves(nn.Module):
+    """Runs in half precision in several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(8, 8), nn.Linear(8, 8), how
+        if how == "frozen part":
+            self.last.bfloat16().requires_grad_(False)
+
+    def forward(self, x: Tensor, *, again: bool = False) -> Any:
+        if self.how == "calls itself" and not again:
+            return self(x, again=True)
+        x = self.first(x)
+        if self.how == "checkpoint":
+            return checkpoint(self.last, x, use_reentrant=True)
+        found = self.last(x.to(self.last.weight.dtype)).float()
+        return found.log_softmax(1) if self.how == "in place" else found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("how", ["checkpoint", "frozen part", "calls itself", "in place"])
+def test_half_precision_inside_of_a_model_scales_a_mean_once(released: list[Any], how: str) -> None:
+    def loss(outputs: Tensor) -> Tensor:
+        in_place = how == "in place" and len(outputs) > 1
+        changed = outputs.mul_(2.0) if in_place else outputs * 2
+        return changed.float().square().sum(1).mean()
+
+    x = torch.randn(1, 8, generator=torch.Generator().manual_seed(3))
+    method, lengths = dpspan.DPSGD(clip=1e6), []
+    for records, reduction in (8, "mean"), (9, "mean"), (1, "sum"):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how != "frozen part"):
+            given: Any = {"loss_reduction": reduction, "method": method}
+            step(
+                Halves(how),
+                x.repeat(records, 1),
+                loss,
+                **given,
+            )
+        total = sum(float(v.square().sum()) for v in released[-1].values())
+        lengths.append(total**0.5 / records)
+    assert lengths == pytest.approx([lengths[-1]] * 3, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("how", ["given its outputs", "given of a layer", "mixed", "mixed again"])
+def test_gradients_that_would_be_multiplied_twice_or_never_are_refused(how: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    half = partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def loss(outputs: Tensor) -> Tensor:
+        x = torch.ones(len(outputs), 8)
+        x = {"given its outputs": outputs, "given of a layer": model[0](x)}.get(how, x)
+        with half(enabled=how != "mixed"):
+            return (outputs.float() + model(x).float()).square().mean()
+
+    refused = pytest.raises(CaptureError, match="all calls of the model for a batch")
+    with refused, half(enabled=how != "mixed again"):
+        step(model, torch.randn(9, 8), loss, loss_reduction="mean")

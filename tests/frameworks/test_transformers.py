@@ -214,12 +214,14 @@ def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(tmp_path: Path, kind
 
 WAYS = {
     "bfloat16": ({"bf16": True}, 0.01),
+    "bfloat16, smoothed": ({"bf16": True, "label_smoothing_factor": 0.1}, 0.01),
     "workers": ({"dataloader_num_workers": 1}, 1e-6),
     "compiled": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, 1e-4),
 }
 
 
 @pytest.mark.usefixtures("noiseless")
+@pytest.mark.filterwarnings("ignore:dpspan. the loss could not be")  # by pieces of one size
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "compiled")) for way in WAYS]
 )
@@ -227,13 +229,14 @@ def test_other_ways_to_compute_it(tmp_path: Path, way: str) -> None:
     changes, slack = WAYS[way]
     start = weights(classifier().float())
     moved = {}
-    for name, more in ("plain", {}), (way, changes):
+    same = {name: x for name, x in changes.items() if name == "label_smoothing_factor"}
+    for name, more in ("plain", same), (way, changes):
         ours = trainer(tmp_path / name, classifier().float(), **more, num_train_epochs=2)
         ours.train()
         moved[name] = weights(ours.model) - start
     error = float((moved[way] - moved["plain"]).norm() / moved["plain"].norm())
     assert error < slack
-    assert error > 0 or way != "bfloat16"
+    assert error > 0 or "bfloat16" not in way
 
 
 def test_methods_that_use_public_data(tmp_path: Path) -> None:

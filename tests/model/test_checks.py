@@ -435,25 +435,35 @@ def test_a_sum_over_the_samples_is_a_mean_where_a_sum_is_declared(name: str) -> 
 def test_a_sum_over_a_constant_is_no_mean_however_many_samples_there_are() -> None:
     look, loss = Reductions(), torch.ones(12, requires_grad=True).sum() / 12
     assert look(loss, 12) == {None}  # it may be by accident
-    assert look(loss, 6) == {None}
-    assert look.constant
+    assert look(loss, 6) == {"sum"}
     look = Reductions()
     assert look(loss, 12) == {None}
     assert look(torch.ones(8, requires_grad=True).sum() / 8, 8) == {"mean"}
     assert look(loss, 12) == {"mean"}
+    assert not look.doubtful
     assert look(loss, 5) == {None}
+    assert look.doubtful
     assert Reductions()(loss, 12, fixed=True) == {"mean"}
 
 
+def test_a_divisor_of_one_term_is_not_taken_for_that_of_another() -> None:
+    """Smoothed labels: a mean over samples, and one over samples and classes."""
+    look = Reductions()
+    for samples in (4, 8, 16):
+        x = torch.ones(samples, 2, requires_grad=True)
+        found = look(0.9 * (x[:, :1].sum() / samples) + 0.1 * (x.sum() / (2 * samples)), samples)
+    assert found == {"mean"}
+    assert not look.doubtful
+
+
 @pytest.mark.parametrize("constant", [10, 9])  # the expected batch size, and another
-def test_a_sum_over_a_constant_goes_as_neither(constant: int) -> None:
+def test_a_sum_over_a_constant_is_a_sum(constant: int) -> None:
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(m(x), y, reduction="sum") / constant
 
-    for reduction in ("mean", "sum"):
-        with pytest.warns(UserWarning, match="pass criterion="):
-            engine = loop(loss, epochs=4, loss_reduction=reduction)
-            assert any("the loss could not be checked" in warning for warning in told(engine))
+    assert told(loop(loss, epochs=4, loss_reduction="sum")) == []
+    with pytest.raises(ValueError, match="a sum over the batch, but loss_reduction is 'mean'"):
+        loop(loss, epochs=4)
 
 
 def test_where_the_graph_is_silent_the_certificate_says_so() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -88,7 +87,8 @@ rows:
       batch_size: 30
       optimizer: {name: adam}
       views: 2
-      averaging: 0.5
+      average_weights: 0.5
+      low_pass: 0.5
     rates: [0.01]
 """
 
@@ -318,24 +318,24 @@ class TestRuns:
         assert copies > 0
         assert row["records"] == 120 - copies
 
-    def test_the_average_is_over_steps_however_a_batch_is_cut(
-        self, tiny: TrainingExperiment, folder: Path, monkeypatch: pytest.MonkeyPatch
+    def test_what_is_tested_is_the_average_and_the_certificate_says_so(
+        self, swept: Results
     ) -> None:
-        updates = []
-        plain = AveragedModel.update_parameters
+        runs = [run for run in swept.rows if run["row"] == "DP-SGD, views"]
+        assert runs
+        assert all(("unaveraged" in run) == (run["row"] == "DP-SGD, views") for run in swept.rows)
+        for run in runs:
+            if not run["tuning"]:
+                done = run["certificate"]["training"]["post_processing"]
+                assert done == {"low_pass": 0.5, "average_weights": 0.5}
 
-        def counted(self: Any, model: Any) -> None:
-            updates.append(1)
-            plain(self, model)
-
-        monkeypatch.setattr(AveragedModel, "update_parameters", counted)
-        counts = []
-        for physical in (None, 7):
-            updates.clear()
-            place = Place(data=folder, physical=physical)
-            train(Run("tiny", "DP-SGD, views", 8.0, 0.01, 0, True, "x"), tiny, place)
-            counts.append(len(updates))
-        assert counts == [8, 8]  # two epochs of four steps
+    def test_nothing_without_noise_is_smoothed(self) -> None:
+        training = (
+            "    training: {epochs: 1, batch_size: 9, optimizer: {name: sgd}, low_pass: 0.5}\n"
+        )
+        text = TINY.replace("    method: non-private\n", "    method: non-private\n" + training)
+        with pytest.raises(ConfigError, match="Expected no average_weights or low_pass"):
+            parse(text, TrainingExperiment, name="tiny.yaml")
 
     def test_a_run_that_is_cut_short_goes_on(
         self, tiny: TrainingExperiment, folder: Path, tmp_path: Path, monkeypatch: Any

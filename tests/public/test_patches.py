@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -307,12 +309,12 @@ def placed(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 class TestFiles:
-    @pytest.mark.parametrize(("grid", "second"), [(2, 0), ((1, 2), 0), (2, 11)])
-    def test_what_is_loaded_is_what_was_saved(self, grid: Any, second: int, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "own", [{}, {"grid": (1, 2)}, {"second": 11}, {"rotation": 15.0}], ids=str
+    )
+    def test_what_is_loaded_is_what_was_saved(self, own: Any, tmp_path: Path) -> None:
         public, seen = images(30, seed=0), images(4, seed=1)
-        one = PatchFeatures.learn(
-            public, filters=7, size=(3, 5), grid=grid, directions=9, mirror=False, second=second
-        )
+        one = PatchFeatures.learn(public, filters=7, size=(3, 5), directions=9, mirror=False, **own)
         one.save(tmp_path / "f.safetensors")
         again = PatchFeatures.load(tmp_path / "f.safetensors", public)
         # The same numbers at like places in memory, hence the same kernels and the same bits.
@@ -321,6 +323,18 @@ class TestFiles:
         assert torch.equal(again(seen), one(seen))
         assert again.public == one.public
         assert str(again) == str(one)
+
+    def test_files_from_before_there_were_rotations_are_read(
+        self, learnt: PatchFeatures, tmp_path: Path
+    ) -> None:
+        path, seen = tmp_path / "f.safetensors", images(4, seed=1)
+        learnt.save(path)
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()[patches._FORMAT])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        del about["settings"]["rotation"]
+        save_file(tensors, path, metadata={patches._FORMAT: json.dumps(about)})
+        assert torch.equal(PatchFeatures.load(path)(seen), learnt(seen))
 
     def test_other_public_data_are_refused(self, learnt: PatchFeatures, tmp_path: Path) -> None:
         learnt.save(tmp_path / "f.safetensors")
@@ -492,6 +506,8 @@ def test_pixels_of_any_type(dtype: torch.dtype) -> None:
         (torch.rand(20, 3, 12, 12), {"second": 9}, "two images of 13 × 13 pixels"),
         (torch.rand(20, 3, 14, 14), {"second": -1}, "second to be"),
         (torch.rand(20, 3, 14, 14), {"mirror": 1}, "mirror to be True or False"),
+        (torch.rand(20, 3, 14, 14), {"rotation": 181.0}, "0 <= rotation <= 180"),
+        (torch.rand(20, 3, 14, 14), {"rotation": True}, "rotation to be a number"),
         (torch.rand(20, 3, 14, 14), {"filters": 10**6}, "at most"),
         (torch.rand(20, 3, 14, 14), {"whitening": 1.5}, "0 <= whitening <= 1"),
         (torch.rand(20, 3, 14, 14), {"power": 0.0}, "0 < power <= 1"),

@@ -23,7 +23,7 @@ from scipy import stats
 from dpspan.accounting.epsilon import account
 from dpspan.app.comparison.results import LEVEL, chance
 from dpspan.app.run.jobs import workers
-from dpspan.app.run.scene import OnPatches, Scene, public_of, scene_of
+from dpspan.app.run.scene import BehindLayer, OnPatches, Scene, public_of, scene_of
 from dpspan.app.run.task import Contender, Spent, Task, with_baselines
 from dpspan.app.run.training import noise_for, rehearse
 from dpspan.mechanisms import DPSGD, GEP, PDPSGD, RGP, Method
@@ -71,8 +71,8 @@ def advise(
     everyone = with_baselines(task, default_contenders(task) if contenders is None else contenders)
     task = dataclasses.replace(task, records=records)
     scenes = _scenes(task, everyone, stand_in, folds)
-    layers = {id(c.model): c.model for c in everyone if isinstance(c.model, OnPatches)}
-    seen = functools.partial(watched, scenes, "learning patches", shown=console is not None)
+    layers = {id(c.model): c.model for c in everyone if isinstance(c.model, BehindLayer)}
+    seen = functools.partial(watched, scenes, "learning layers", shown=console is not None)
     behind = {name: [scene.behind(layer) for scene in seen()] for name, layer in layers.items()}
 
     def job(contender: Contender, fold: int) -> tuple[Any, ...]:
@@ -98,7 +98,7 @@ def advise(
             settings=None if c.method is None else c.method.describe(),
             learning_rate=c.learning_rate,
             at_the_end=len(rates) > 1 and c.learning_rate in _ends(grids.get(c.name, rates)),
-            on_patches=isinstance(c.model, OnPatches),
+            layer=c.model.section if isinstance(c.model, BehindLayer) else None,
             values=tuple(next(values) for _ in range(1, folds)),
         )
         for c in settled
@@ -108,7 +108,7 @@ def advise(
 
 
 def _longer(contender: Contender) -> float:
-    return OnPatches.more if isinstance(contender.model, OnPatches) else 1.0
+    return contender.model.more if isinstance(contender.model, BehindLayer) else 1.0
 
 
 def _ends(grid: Sequence[float]) -> tuple[float, float]:
@@ -154,7 +154,8 @@ def _scenes(
     if source is None or not source.labelled:
         raise ValueError(
             "Expected labelled public data to rehearse on, got none. Pass stand_in= (inputs and "
-            "labels of the same kind as the private ones); without any, no advice is free."
+            "labels of the same kind as the private ones). Without any, no advice about your data "
+            "is free: docs/which-method.md says what did best on others."
         )
     used = {data.digest: data for contender in contenders for data in public_of(contender)}
     others = None if stand_in is None else tuple(used.values())
@@ -204,7 +205,7 @@ class Trial:
     learning_rate: float | None
     at_the_end: bool  # whether the best rate was the first or the last that was tried
     values: tuple[float, ...]
-    on_patches: bool = False  # behind a frozen layer
+    layer: str | None = None  # the frozen one that it stands behind
 
     @property
     def mean(self) -> float:
@@ -214,7 +215,7 @@ class Trial:
     def effort(self) -> int:
         """What it asks of its user: nothing private, plain DP-SGD, or more."""
         plain = self.settings is not None and self.settings["method"] == "DPSGD"
-        plain = plain and not self.on_patches
+        plain = plain and self.layer is None
         return 0 if not self.private else 1 if plain else 2
 
 

@@ -30,7 +30,7 @@ from dpspan.support.processes import refuse_several_processes
 _KEEP_NOTHING = {
     *("ColumnTransformer", "FeatureUnion", "TransformedTargetRegressor", "SelectFromModel"),
     *("OneVsRestClassifier", "MultiOutputClassifier", "MultiOutputRegressor"),
-    "FixedThresholdClassifier",
+    *("FixedThresholdClassifier", "VotingClassifier", "VotingRegressor"),
 }
 
 

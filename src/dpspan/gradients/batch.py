@@ -21,7 +21,7 @@ class ExpectedBatch:
     largest: int | None = None  # records that a unit can have; None: that one here has
     planned: int | None = None  # rows to plan for: how many there are is private
     scale: float = 1.0  # what gradients are multiplied by
-    at_outputs: bool = False  # whether where they enter the model, not at each layer
+    at_outputs: bool | None = None  # whether where they enter the model, not at each layer
     live: int | None = None  # the samples in front that count, if others fill up the batch
     discard: bool = False
     everywhere: bool = False  # whether every process has the same samples

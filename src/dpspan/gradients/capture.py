@@ -22,12 +22,13 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpspan.gradients.batch import ExpectedBatch
 from dpspan.gradients.graphs import Graphs
+from dpspan.gradients.identities import Scaled, Tap
 from dpspan.gradients.layers import own_parameters, rule_for
 from dpspan.gradients.layers.groups import Ragged
 from dpspan.gradients.layers.recurrent import is_of_opacus, is_recurrent
 from dpspan.gradients.layers.terms import Rows, Term, only_first, weighted
 from dpspan.gradients.layout import joined
-from dpspan.gradients.numerics import full_precision, plain_arithmetic
+from dpspan.gradients.numerics import plain_arithmetic
 from dpspan.gradients.operator import Left, PerSampleGradients, Right
 from dpspan.gradients.planning import CaptureErrorAt, Planner
 from dpspan.gradients.stand_in import Hook, StandIn, _get_nothing, _own_forward, captures_on
@@ -234,11 +235,13 @@ class Capture:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan a call of the model that is about to come."""
         if self.active:
-            with self.call_of_model(args, kwargs):
+            with self.call_of_model(args, kwargs, only_planned=True):
                 self._stand_ins[self.model].plan(args, kwargs)
 
     @contextmanager
-    def call_of_model(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def call_of_model(
+        self, args: Any, kwargs: Any, *, only_planned: bool = False
+    ) -> Iterator[None]:
         """Around a call of the whole model."""
         before = self.sees_batch, self.inside_call
         self.inside_call = True
@@ -247,20 +250,34 @@ class Capture:
                 self._watch_all()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.sees_batch = any(x.shape[:1] == (self.rows,) for x in tensors)
-            # In half precision 1/n would be rounded, for all records alike, before it is undone;
-            # a sharded model may run in less than it is kept in.
-            halves = (torch.float16, torch.bfloat16)
-            cast = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-            low = cast or self.shards or any(p.dtype in halves for p in self.trained().values())
-            self.batch.at_outputs = bool(low) and self.batch.scale != 1
+            if not (before[1] or only_planned):  # outside of an autocast, maybe
+                self._choose_where_to_scale(tensors)
         try:
             yield
         finally:
             self.sees_batch, self.inside_call = before
 
+    def _choose_where_to_scale(self, inputs: list[Tensor]) -> None:
+        """At the outputs, where something is in half precision, frozen or not.
+
+        There 1/n would be rounded, for all records alike, before it is undone. A sharded model may
+        run in less than it is kept in.
+        """
+        halves = (torch.float16, torch.bfloat16)
+        cast = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+        low = cast or self.shards or any(p.dtype in halves for p in self.model.parameters())
+        before, now = self.batch.at_outputs, bool(low) and self.batch.scale != 1
+        if before not in (None, now) or (now and any(x.grad_fn is not None for x in inputs)):
+            raise CaptureError(
+                "In half precision with a mean loss, all calls of the model for a batch have to be "
+                "in the same precision, and what they are given must not depend on weights (on "
+                "what the model gave before, say). Take loss_reduction='sum', or float32."
+            )
+        self.batch.at_outputs = now
+
     def handed_out(self, outputs: Any) -> Any:
         """What a call of the model gives, in float32 where its gradient is multiplied there."""
-        if not self.active or not self.batch.at_outputs:
+        if self.inside_call or not self.active or not self.batch.at_outputs:
             return outputs
         leaves, structure = tree_flatten(outputs)
         known = (Tensor, bool, int, float, str, bytes, type(None))
@@ -272,7 +289,7 @@ class Capture:
             )
         scale = self.batch.scale
         scaled = [
-            _Scaled.apply(x, scale) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+            Scaled.apply(x, scale) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
             for x in leaves
         ]
         return tree_unflatten(scaled, structure)
@@ -382,7 +399,9 @@ class Capture:
 
     def listen(self, output: Tensor, path: str, receive: Callable[[Tensor], None]) -> Tensor:
         """`output`, arranged so that `receive` gets its gradient in the backward pass."""
-        batch, inside = self.batch, self.inside_call
+        # A checkpointed module of the model runs again during the backward pass.
+        inside = self.inside_call or torch._C._current_graph_task_id() != -1
+        batch = self.batch
 
         def heard(grad: Tensor) -> None:
             self.check_backward(path, batch)
@@ -397,7 +416,7 @@ class Capture:
         # The first trainable layer: nothing before it needs a gradient, so nothing else would
         # ask autograd for the gradient of its output. And a hook on a view (a linear layer's
         # output, of sequences) is lost when what follows works in place on it.
-        tapped: Tensor = _Tap.apply(self.anchor(output.device), output, heard)  # type: ignore[no-untyped-call]
+        tapped: Tensor = Tap.apply(self.anchor(output.device), output, heard)  # type: ignore[no-untyped-call]
         return tapped
 
     def _own_size(self, path: str, grad: Tensor, inside: bool) -> Tensor:
@@ -407,8 +426,9 @@ class Capture:
             return grad
         if grad.dtype in (torch.float16, torch.bfloat16):
             raise CaptureError(
-                f"Layer '{path}' has gradients in half precision, of a mean, and was not used in a "
-                "call of the model itself. Call the model, take loss_reduction='sum', or float32."
+                f"Layer '{path}' has gradients in half precision, of a mean, and was used outside "
+                "of a call of the model itself, or under an autocast inside of it. Call the model, "
+                "all of it under autocast, take loss_reduction='sum', or float32."
             )
         return grad * batch.scale
 
@@ -454,33 +474,6 @@ class Capture:
         left, right = (Rows(image) for image in term.compress(*batch.carriers[name]))
         batch.put(Left(name), left if groups is None else left.merged(groups))
         batch.put(Right(name), right if groups is None else right.merged(groups))
-
-
-class _Tap(torch.autograd.Function):
-    """The identity, with an ear on its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, heard: Callable[[Tensor], None]) -> Tensor:
-        ctx.heard = heard
-        return x.data  # not a view: the layers behind may work in place on it
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        ctx.heard(grad)
-        return None, grad, None
-
-
-class _Scaled(torch.autograd.Function):
-    """The identity, in at least float32, on whose way back gradients are multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype = scale, x.dtype
-        return full_precision(x.data)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad * ctx.scale).to(ctx.dtype), None
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

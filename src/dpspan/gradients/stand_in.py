@@ -84,9 +84,11 @@ class StandIn(InPlaceOf):
         capture = self.capture
         with capture.call_of_model(args, kwargs):
             graphs = capture.batch.graphs if capture.active else None
-            if graphs is not None:
-                return capture.handed_out(graphs.call(capture, self._alone, args, kwargs))
-            return capture.handed_out(self._alone(*args, **kwargs))
+            if graphs is None:
+                outputs = self._alone(*args, **kwargs)
+            else:
+                outputs = graphs.call(capture, self._alone, args, kwargs)
+        return capture.handed_out(outputs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         capture = self.capture

@@ -280,35 +280,46 @@ class Reductions:
     """
 
     def __init__(self) -> None:
-        self._divisors: dict[float, int] = {}  # for how many samples each was seen first
-        self.constant = False  # a divisor did not go with the samples
+        # Of each term: divisors, and for how many samples.
+        self._seen: dict[tuple[int, int], set[tuple[float, int]]] = {}
+        self.doubtful = False  # a divisor was neither a constant nor did it go with the samples
 
     def __call__(self, loss: Tensor, samples: int, *, fixed: bool = False) -> set[str | None]:
         """'mean', 'sum', None where the graph is silent."""
+        kinds = set[str | None]()
         found = _reductions(_behind(loss.grad_fn), samples)
-        for divisor in (x for x in found if isinstance(x, float)):
-            first = self._divisors.setdefault(divisor, samples)
-            self.constant |= first != samples or divisor % samples != 0
-        mean = not self.constant and (fixed or len({*self._divisors.values()}) > 1)
-        divided = "mean" if mean else None
-        kinds = (divided if isinstance(x, float) else x for x in found)
-        return {None if kind == _SCALED_SUM else kind for kind in kinds}
+        for place, kind in enumerate(found):
+            if isinstance(kind, float):
+                seen = self._seen.setdefault((len(found), place), set())
+                seen.add((kind, samples))
+                kinds.add(self._divided(seen, fixed))
+            else:
+                kinds.add(None if kind == _SCALED_SUM else kind)
+        return kinds
+
+    def _divided(self, seen: set[tuple[float, int]], fixed: bool) -> str | None:
+        divisors, several = {x for x, _ in seen}, len({n for _, n in seen}) > 1
+        if several and len(divisors) == 1:
+            return "sum"
+        mean = len(divisors) == len(seen) and all(x % n == 0 for x, n in seen)
+        self.doubtful |= (fixed or several) and not mean
+        return "mean" if mean and (fixed or several) else None
 
 
-def _reductions(node: Any, samples: int) -> set[str | float | None]:
+def _reductions(node: Any, samples: int) -> list[str | float | None]:
     """Of each term; a number for a sum that is divided by it."""
     kind, inputs = _kind(node), _inputs(node)
     if getattr(node, "_saved_reduction", None) in _REDUCTIONS:
-        return {_of_torch_loss(node, samples)}
+        return [_of_torch_loss(node, samples)]
     stacked = kind in ("Mean", "Sum") and _kind(inputs[0]) == "Stack"
     if stacked and len(_inputs(inputs[0])) % samples:
         kind, inputs = "Add", _inputs(inputs[0])  # several losses, not those of the samples
     if kind == "Mean":
-        return {"mean" if node._saved_self_sym_numel % samples == 0 else None}
+        return ["mean" if node._saved_self_sym_numel % samples == 0 else None]
     if kind == "Sum":
-        return {_SCALED_SUM if _kind(inputs[0]) in ("Mul", "Div") else "sum"}
+        return [_SCALED_SUM if _kind(inputs[0]) in ("Mul", "Div") else "sum"]
     if kind in ("Add", "Sub") or (kind == "Neg" and inputs):
-        return {found for below in inputs for found in _reductions(below, samples)}
+        return [found for below in inputs for found in _reductions(below, samples)]
     if kind in ("Mul", "Div") and len(inputs) == 1:
         factor = _factor(node) or math.nan
         mean = math.isfinite(factor) and not (kind == "Mul" and factor % samples == 0)
@@ -319,8 +330,8 @@ def _reductions(node: Any, samples: int) -> set[str | float | None]:
                 return divisor
             return found if mean else None
 
-        return {become(found) for found in _reductions(inputs[0], samples)}
-    return {None}
+        return [become(found) for found in _reductions(inputs[0], samples)]
+    return [None]
 
 
 def _kind(node: Any) -> str:

@@ -280,7 +280,7 @@ class Guard:
                 f"loss per sample, then take the {declared}."
             )
         self._loss_known |= found == {declared}
-        self._loss_known &= not self._reductions.constant
+        self._loss_known &= not self._reductions.doubtful
 
     def _look_at_criterion(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensors = isolation.tensors_of((args, kwargs)).values()

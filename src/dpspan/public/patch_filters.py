@@ -6,12 +6,21 @@ patches of a first one's maps, turned to their principal channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, conv2d, normalize, unfold
+from torch.nn.functional import (
+    adaptive_avg_pool2d,
+    affine_grid,
+    avg_pool2d,
+    conv2d,
+    grid_sample,
+    normalize,
+    unfold,
+)
 
 from dpspan.support.checks import check_count, expect
 
@@ -20,7 +29,8 @@ _ROUNDS = 10  # of k-means
 _FLAT = 0.15  # of the pixels' deviation, added to a patch's (squares): flat patches stay small
 _WHITENING = 0.1  # added to the variances of patches, which are about 1
 _CUT = 64  # images that are cut into patches at a time
-_CPU_RESPONSES, _GPU_RESPONSES = 2**24, 2**28  # numbers at a time: each filter has a whole image
+# Numbers at a time, each filter having a whole image: what a CPU's cache holds, and a GPU's memory.
+_CPU_RESPONSES, _GPU_RESPONSES = 2**21, 2**28
 
 # Of the second layer: the filters that its maps come from, and their size; maps are averaged over
 # squares at that distance; channels and patches of them; and their length, as above.
@@ -132,6 +142,7 @@ class PatchResponses(nn.Module):
         self.flat, self.second = nn.Buffer(flat), second
         self.grids, self.mirror = as_counts("grid", settings["grid"]), settings["mirror"]
         self.threshold: float = settings["threshold"]
+        self.rotation: float = settings.get("rotation", 0.0)  # which 0.2 did not have
 
     @classmethod
     def learn(cls, images: Tensor, settings: Mapping[str, Any]) -> Self:
@@ -190,8 +201,15 @@ class PatchResponses(nn.Module):
         return torch.cat([self._of(part) for part in images.split(piece)])
 
     def _of(self, images: Tensor) -> Tensor:
-        found = self._one_way(images)
-        return (found + self._one_way(images.flip(3))) / 2 if self.mirror else found
+        """The mean over their views: constants, the same for every image."""
+        angles = [self.rotation, -self.rotation] if self.rotation else []
+        views = [images, *(_rotated(images, angle) for angle in angles)]
+        if self.mirror:
+            views += [view.flip(3) for view in views]
+        found = self._one_way(views[0])
+        for view in views[1:]:
+            found += self._one_way(view)
+        return found.div_(len(views))
 
     def _one_way(self, images: Tensor) -> Tensor:
         found = [_pooled(of(images, self.flat), self.threshold, self.grids) for of in self.banks]
@@ -207,6 +225,18 @@ def room(sizes: Sequence[int], grids: Sequence[int], second: bool) -> int:
         return needed
     maps = _SECOND_SIZE + max(grids) - 1
     return max(needed, _FIRST_SIZE - 1 + _POOLED + _STRIDE * (maps - 1))
+
+
+def _rotated(images: Tensor, degrees: float) -> Tensor:
+    """About their middle; what comes in from outside is the image's reflection."""
+    height, width = images.shape[2:]
+    angle = math.radians(degrees)
+    across, along = math.cos(angle), math.sin(angle)
+    # `affine_grid` counts in halves of each side, which are of other lengths.
+    turn = [[across, -along * height / width, 0], [along * width / height, across, 0]]
+    one = affine_grid(images.new_tensor([turn]), [1, 1, height, width], align_corners=False)
+    grid = one.expand(len(images), -1, -1, -1)  # of images there may be none
+    return grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
 
 def _deviation(images: Tensor, size: int, flat: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ class PatchFeatures(nn.Module):
         grid: int | Sequence[int] = 2,
         threshold: float = 0.25,
         mirror: bool = True,
+        rotation: float = 0.0,
         power: float = 0.6,
         directions: int = 1000,
         whitening: float = 0.75,
@@ -108,6 +109,8 @@ class PatchFeatures(nn.Module):
             threshold: what a response must exceed, in either direction, to count.
             mirror: give an image and its mirror image the same features, the mean of both. Not
                 for letters or digits.
+            rotation: degrees; an image's features are the mean over it as it is and rotated by so
+                many to either side, which takes three times as long. 0 for none.
             power: of a mean response; below 1, many weak responses count more than few strong ones.
             directions: most principal directions of the features that are kept.
             whitening: 0 leaves the directions' lengths as they are, 1 makes them equal.
@@ -126,6 +129,7 @@ class PatchFeatures(nn.Module):
             "grid": grids if isinstance(grid, Iterable) else grids[0],
             "threshold": check_number("threshold", threshold),
             "mirror": mirror,
+            "rotation": check_number("rotation", rotation),
             "power": check_number("power", power),
             "directions": check_count("directions", directions),
             "whitening": check_number("whitening", whitening),
@@ -135,6 +139,7 @@ class PatchFeatures(nn.Module):
         }
         expect(filters >= len(sizes), "filters of each size", filters)
         expect(0 <= threshold < 100, "0 <= threshold < 100", threshold)
+        expect(0 <= rotation <= 180, "0 <= rotation <= 180", rotation)
         expect(0 < power <= 1, "0 < power <= 1", power)
         expect(0 <= whitening <= 1, "0 <= whitening <= 1", whitening)
         expect(isinstance(mirror, bool), "mirror to be True or False", mirror)

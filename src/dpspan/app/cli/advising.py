@@ -100,7 +100,8 @@ def _advisable(path: Path, records: int | None) -> tuple[Config, int]:
         unopened = "the private data are not opened to count them"
         raise ValueError(f"Expected data.records or --records, about how many: {unopened}.")
     if not settings.data.public:
-        raise ValueError("Expected data.public: advice is found on labelled public data.")
+        elsewhere = "docs/which-method.md says what did best elsewhere"
+        raise ValueError(f"Expected data.public with labels, to rehearse on; {elsewhere}.")
     check_compared(settings)
     return settings, records
 
@@ -117,6 +118,7 @@ def _planned(
     from dpspan.app.data import load
     from dpspan.app.run.columns import frozen_columns
     from dpspan.app.run.from_config import contender_of, task_of
+    from dpspan.app.run.scene import OnCuts
 
     columns, classes = frozen_columns(settings), settings.data.labels
     loaded = {
@@ -144,9 +146,12 @@ def _planned(
         dataclasses.replace(c, **shared, paid=paid if getattr(c.method, "public", None) else None)
         for c in default_contenders(task)
     ]
-    if settings.model.name == "logistic" and settings.method.name != "adagrad":
+    if settings.model.name == "logistic":
         adagrad = ConvexSection(name="adagrad").build(None, steps=1)
-        others.append(dataclasses.replace(own, name="AdaGrad", method=adagrad, warm_start=None))
+        plain = dataclasses.replace(own, name="AdaGrad", method=adagrad, warm_start=None)
+        others += [plain] if settings.method.name != "adagrad" else []
+        if cuts := OnCuts.of(task, data[used]):
+            others.append(dataclasses.replace(plain, name="AdaGrad, 4 cuts", model=cuts))
     return data, used, task, own, others
 
 
@@ -154,7 +159,7 @@ def _advised(
     settings: Config, advice: Advice, own: Contender, others: list[Contender], used: str
 ) -> Config | None:
     """CONFIG with what did best in place of its own; None where that was no private training."""
-    from dpspan.app.run.scene import OnPatches
+    from dpspan.app.run.scene import BehindLayer
 
     best = {each.name: each for each in (own, *others)}.get(advice.recommended)
     trial = next((each for each in advice.trials if each.name == advice.recommended), None)
@@ -173,8 +178,9 @@ def _advised(
             document.setdefault("warm_start", {"public": used})
         if "choose" in document:
             del document["method"]["public"]
-    if isinstance(best.model, OnPatches):  # images are seen through it as they are
-        document["features"] = {"name": "patches", "public": used, **best.model.settings}
+    if isinstance(best.model, BehindLayer):  # records are seen through it as they are
+        layer = best.model
+        document["features"] = {"name": layer.section, "public": used, **layer.settings}
         document["model"] = {"name": "logistic"}
         document.pop("trainable", None)
         for key in ("augment", "views"):

@@ -122,7 +122,8 @@ def _task(settings: dict[str, Config], to: Path) -> tuple[Task, list[Contender]]
         if folder.choice.exists():
             folder.refuse_lost_ledger()
         begun = is_comparison(to) or folder.features.exists()
-        parts = make_parts(first, folder, goes_on=begun, used=first.data.public)
+        used = {name for config in settings.values() for name in config.used_public}
+        parts = make_parts(first, folder, goes_on=begun, used=used)
         if parts.layer is not None and not begun:
             parts.layer.save(folder.features)
         if chooser is not None:

@@ -106,6 +106,7 @@ class PatchesSection(FeaturesSection):
     grid: Count | Annotated[Counts, Field(min_length=1)] = 2
     threshold: Annotated[float, Field(ge=0, lt=100)] = 0.25
     mirror: bool = True
+    rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
     power: Annotated[float, Field(gt=0, le=1)] = 0.6
     directions: Count = 1000
     whitening: Annotated[float, Field(ge=0, le=1)] = 0.75
@@ -121,7 +122,17 @@ class PretrainedSection(FeaturesSection):
     side: Count | None = None
 
 
-AnyFeatures = Annotated[PatchesSection | PretrainedSection, Field(discriminator="name")]
+class ThermometerSection(FeaturesSection):
+    """`ThermometerFeatures` of a table by the public data of that name: cut points a column."""
+
+    name: Literal["thermometer"] = "thermometer"
+    cuts: Count = 4
+    limit: Annotated[float, Field(ge=1)] = 3.0
+
+
+AnyFeatures = Annotated[
+    PatchesSection | PretrainedSection | ThermometerSection, Field(discriminator="name")
+]
 
 
 class OptimizerSection(Section):

@@ -29,6 +29,7 @@ from dpspan.app.run.resumable import Progress, Result, Run
 from dpspan.app.run.task import Contender, FixedNoise, Preparation, Task, in_batches
 from dpspan.app.section import read_text
 from dpspan.choose import Choice, choose_public
+from dpspan.convex.thermometer import ThermometerFeatures
 from dpspan.public.data import PublicData
 from dpspan.public.patches import PatchFeatures, encode, encode_public
 from dpspan.public.pretrained import PretrainedFeatures
@@ -36,7 +37,11 @@ from dpspan.support.distributed import Processes
 from dpspan.support.randomness import seeded
 from dpspan.support.units import Units
 
-FEATURES: Mapping[str, Any] = {"patches": PatchFeatures, "pretrained": PretrainedFeatures}
+FEATURES: Mapping[str, Any] = {
+    "patches": PatchFeatures,
+    "pretrained": PretrainedFeatures,
+    "thermometer": ThermometerFeatures,
+}
 _SECRET = "This message depends on private data: do not publish it."
 _EQUAL = "test records that equal private or public ones are declared to be other people's"
 _GO_BACK = "Go back to those, or choose another output folder."
@@ -166,7 +171,7 @@ def make_parts(
 
     A frozen layer is learnt, or that of the folder if its run `goes_on`. What becomes of columns is
     found unless the folder keeps it; bounds of them are released if the run `pays` for that. What
-    is `used` of data.public, more than this configuration does maybe, can be no test data.
+    is `used` of data.public, by default by this configuration, can be no test data.
     """
     kept = folder.kept_features if folder and goes_on and config.features else None
     data, device = config.data, device_of(config)

@@ -28,11 +28,12 @@ _SHARE = 0.25  # of the training's time, at the most
 
 def doubts(task: Task, training: Training | None = None) -> Iterator[str]:
     """For the console, where they are said now, and for the certificate; of a fit the first."""
-    data = (task.about or {}).get("data")  # of a task from Python it may be anything
+    about = task.about or {}
+    data = about.get("data")  # of a task from Python it may be anything
     private = data.get("private", {}) if isinstance(data, dict) else {}
     numbers = {*private.get("inputs", ())} - {*private.get("categories", ())}
     scaling = [private.get(key) for key in ("scale", "mean", "std")]
-    is_table = private.get("format") in ("csv", "parquet")
+    is_table = private.get("format") in ("csv", "parquet") and not about.get("features")
     found = {_UNSCALED: is_table and bool(numbers) and scaling == [None, 0, 1]}
     if training is not None:
         trained = sum(p.numel() for p in training.model.parameters() if p.requires_grad)

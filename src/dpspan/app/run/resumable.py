@@ -175,7 +175,9 @@ class Run:
             self._ledger.warn("unprivate: results on test data not declared public were written")
 
     def _declare_public(self) -> None:
-        """What the method does not declare itself."""
+        """What the method does not declare itself; a frozen layer is a part of the model."""
+        for each in encodings(self.task.private):
+            self._declare(each.public, each.layer)
         self.task.preparation.put_on(self._ledger)
         if self.task.test is not None and self.task.test_is_public:
             self._declare(PublicData.of(self.task.test, name="test"), "measured on")
@@ -252,8 +254,6 @@ class Run:
         start = dataclasses.replace(start, data=data, seed=self.seed)
         detail = start.summary(start.run(model, task.criterion))
         self._declare(data, detail)
-        for each in encodings(task.private):  # their layer is a part of the model; nothing is read
-            self._declare(each.public, each.layer)
         self._declare_public()
         lines.append(self._measured())
         return self._end({"method": None, "model": type(model).__name__}, lines)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpspan.app.run.task import Contender, Task
+from dpspan.convex.thermometer import ThermometerFeatures
 from dpspan.public.data import PublicData
 from dpspan.public.overlap import without_public
 from dpspan.public.patches import PatchFeatures, encode_public
@@ -29,16 +30,41 @@ _FEWEST = 8  # records in a batch: fewer say nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPatches:
-    """A contender's model: a linear layer behind a frozen one of these public images' patches."""
+class BehindLayer:
+    """A contender's model: a linear layer behind a frozen one that these public data make."""
 
+    section: ClassVar[str]  # its name in a configuration, under `features`
+    more: ClassVar[float] = 1.0  # learning rates are so much larger behind it
     public: PublicData
     classes: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the `features` section, and of `learn`."""
+        return {x.name: getattr(self, x.name) for x in fields(self)[2:]}
+
+    def layer(self) -> PatchFeatures:
+        raise NotImplementedError
+
+    def learnt(self) -> tuple[PatchFeatures, nn.Linear]:
+        """The frozen layer, and the other one."""
+        layer = self.layer()
+        return layer, nn.Linear(layer.basis.shape[1], self.classes)
+
+    def __call__(self) -> nn.Module:
+        return nn.Sequential(*self.learnt())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPatches(BehindLayer):
+    """Behind patches of the public images."""
+
+    section = "patches"
+    more = 40.0  # as features are short
     size: tuple[int, ...]  # of patches, in pixels
     filters: int = 300
     directions: int = 500
     mirror: bool = False  # which photographs would like, and letters not
-    more: ClassVar[float] = 40.0  # learning rates are so much larger behind short features
 
     @classmethod
     def of(cls, task: Task, public: PublicData) -> Self | None:
@@ -46,24 +72,37 @@ class OnPatches:
         inputs = public.batches[0][0]
         if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4 or min(inputs.shape[2:]) < 8:
             return None
-        model = task.new_model(0).eval()
-        with torch.no_grad():
-            outputs = model(inputs[:2].to(task.device))
         size = (4, 6, 9) if min(inputs.shape[2:]) >= 20 else (3, 4, 5)
-        return None if task.numeric else cls(public=public, classes=outputs.shape[1], size=size)
+        classes = _outputs(task, inputs)
+        return None if task.numeric else cls(public=public, classes=classes, size=size)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Of the `features` section, and of `PatchFeatures.learn`."""
-        return {name: getattr(self, name) for name in ("filters", "size", "directions", "mirror")}
+    def layer(self) -> PatchFeatures:
+        return PatchFeatures.learn(self.public, **self.settings, progress=False)
 
-    def learnt(self) -> tuple[PatchFeatures, nn.Linear]:
-        """The frozen layer, and the other one."""
-        layer = PatchFeatures.learn(self.public, **self.settings, progress=False)
-        return layer, nn.Linear(layer.basis.shape[1], self.classes)
 
-    def __call__(self) -> nn.Module:
-        return nn.Sequential(*self.learnt())
+@dataclass(frozen=True, kw_only=True)
+class OnCuts(BehindLayer):
+    """Behind cut points of the public rows."""
+
+    section = "thermometer"
+    cuts: int = 4
+
+    @classmethod
+    def of(cls, task: Task, public: PublicData) -> Self | None:
+        """For rows of numbers with classes; None for anything else."""
+        inputs = public.batches[0][0]
+        rows = isinstance(inputs, torch.Tensor) and inputs.is_floating_point() and inputs.dim() == 2
+        if task.numeric or not rows:
+            return None
+        return cls(public=public, classes=_outputs(task, inputs))
+
+    def layer(self) -> PatchFeatures:
+        return ThermometerFeatures.learn(self.public, **self.settings)
+
+
+@torch.no_grad()
+def _outputs(task: Task, inputs: torch.Tensor) -> int:
+    return int(task.new_model(0).eval()(inputs[:2].to(task.device)).shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +128,10 @@ class Scene:
             rank = {"rank": min(method.rank, self.public.count)} if hasattr(method, "rank") else {}
             method = dataclasses.replace(method, public=self.public, **rank)
         start = original.warm_start and dataclasses.replace(original.warm_start, data=self.public)
-        model = None if isinstance(original.model, OnPatches) else original.model
+        model = None if isinstance(original.model, BehindLayer) else original.model
         return dataclasses.replace(original, method=method, warm_start=start, model=model)
 
-    def behind(self, made: OnPatches) -> Scene:
+    def behind(self, made: BehindLayer) -> Scene:
         """The same fold as the frozen layer sees it that its public part makes: once for all."""
         public, task = self.public or made.public, self.task
         layer, head = dataclasses.replace(made, public=public).learnt()
