@@ -33,6 +33,7 @@ from experiments.pretraining import load_common, pretrained
 from experiments.runner import Place
 from experiments.samples import Choice, samples_of
 from experiments.schema import NON_PRIVATE, PUBLIC_ONLY, Row, TrainingExperiment
+from experiments.trajectory import InTrajectory
 
 CRITERION = nn.CrossEntropyLoss()
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
@@ -147,14 +148,18 @@ def _trained(
         if targets.epsilon:
             noise = _noise(run.target, targets.delta, rate, steps)
         name = getattr(row.method, "public", None)
+        method = row.method.build(data.public[name] if name else None, steps=steps)
+        phase = _phase(row, data, run.seed)
+        if isinstance(method, InTrajectory):
+            phase = method.recorded(phase)
         _, optimizer, loader = engine.make_private(
             module=model,
             optimizer=optimizer,
             data_loader=loader,
             criterion=CRITERION,
             noise_multiplier=noise,
-            method=row.method.build(data.public[name] if name else None, steps=steps),
-            warm_start=_phase(row, data, run.seed),
+            method=method,
+            warm_start=phase,
             max_physical_batch_size=place.physical,
             cuda_graphs=place.graphs,
             views=training.views,

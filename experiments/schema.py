@@ -25,8 +25,14 @@ from experiments.data import AnyData
 from experiments.linear import ConvexSection
 from experiments.patches import AnyExperimentModel, PatchesModel
 from experiments.pretraining import Pretraining
+from experiments.public_gradients import AnyPublicGradientMethod
+from experiments.trajectory import AnyTrajectoryMethod
 
 NON_PRIVATE, PUBLIC_ONLY = "non-private", "public only"
+
+AnyExperimentMethod = Annotated[
+    AnyMethod | AnyPublicGradientMethod | AnyTrajectoryMethod, Field(discriminator="name")
+]
 
 
 class Sgd(SgdSection):
@@ -83,7 +89,7 @@ class Row(Section):
     What is left out is the experiment's.
     """
 
-    method: AnyMethod | ConvexSection | Literal["non-private", "public only"]
+    method: AnyExperimentMethod | ConvexSection | Literal["non-private", "public only"]
     rates: Annotated[Numbers, Field(min_length=1)] | str = (1.0,)
     search: Search | None = None
     model: AnyExperimentModel | None = None

@@ -37,6 +37,7 @@ NUMERIC = {
     "test_patches",
     "test_pdpsgd",
     "test_public_gradients",
+    "test_public_ideas",
     "test_recurrent",
     "test_residuals",
     "test_rgp",
