@@ -42,6 +42,8 @@ def test_it_makes_what_the_estimators_prepare() -> None:
     found = layer(private)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
     assert np.array_equal(found[:, 3:].numpy(), expected[:, 3:])
+    at_points = preparation.apply(seen)  # some public rows lie on them
+    assert np.array_equal(layer(public)[:, 3:].numpy(), at_points[:, 3:])
     assert found.shape[1] == layer.basis.shape[1]
 
 

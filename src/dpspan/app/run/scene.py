@@ -41,7 +41,8 @@ class BehindLayer:
     @property
     def settings(self) -> dict[str, Any]:
         """Of the `features` section, and of `learn`."""
-        return {x.name: getattr(self, x.name) for x in fields(self)[2:]}
+        own = fields(self)[len(fields(BehindLayer)) :]
+        return {field.name: getattr(self, field.name) for field in own}
 
     def layer(self) -> PatchFeatures:
         raise NotImplementedError
